@@ -1,7 +1,7 @@
 """Write what pages and docstrings tell of options, from the fields of the dataclasses that hold them.
 
 Tables in docs/optimizers.md and docs/options.md; what an editor shows of a keyword (``OptionKeywords`` in
-shardopt/config.py), and of an optimizer (the paragraph "Keywords of ..." in shardopt/optim/).
+shardopt/config/keywords.py), and of an optimizer (the paragraph "Keywords of ..." in shardopt/optim/).
 
 python scripts/options.py            rewrite them
 python scripts/options.py --check    exit code 1 if that would change something (a test asks)
@@ -84,7 +84,7 @@ def with_keywords(text: str) -> str:
 
 WRITTEN: dict[str, Callable[[str], str]] = {
     **{page: partial(written, kinds=kinds) for page, kinds in PAGES.items()},
-    "shardopt/config.py": with_meanings,
+    "shardopt/config/keywords.py": with_meanings,
     "shardopt/optim/classes.py": with_keywords,
     "shardopt/optim/adafactor.py": with_keywords,
     "shardopt/optim/large_batch.py": with_keywords,

@@ -1,7 +1,7 @@
 """What one optimizer holds: its param groups, the module that it took over, the domains that its params are bound to.
 
-Params are bound at the first forward of the module, or at the first step: all ranks check together what each of them is
-about to bind, and then each domain binds its own. What is done with bound params is for :mod:`shardopt.engine`.
+Params are bound at the first forward of the module, or at the first step: all ranks first check together what each of
+them will bind, then each domain binds its own params. :mod:`shardopt.engine` uses bound params.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ class Bindings:
 
     Attributes:
         rule: the arithmetic.
-        options: what the user said.
-        states: of all params, wherever they are.
+        options: of the constructor.
+        states: of all params, bound or not.
         local_params: the plain tensors behind DTensor params.
         takeover: of the module that was handed over.
-        joining: collective, of the ``join()`` that is open: tells ranks that have run out of batches what this one is
-            about to do, so that they do the same.
-        is_closed: nothing can be done any more.
+        joining: collective, set while a ``join()`` is open: announces a call of this rank to ranks that have run out of
+            batches, which make the same call.
+        is_closed: True after :meth:`close`.
     """
 
     def __init__(self, owner: torch.optim.Optimizer, rule: Rule, options: Options):
         check_formats(rule, options)
         check_takes_norms(rule, options)
-        self._owner = weakref.ref(owner)  # it has this object, and must go as soon as nobody has it
+        self._owner = weakref.ref(owner)  # weak: the optimizer holds this object, and must be freed when it is dropped
         self.rule, self.options = rule, options
         self.local_params = DTensorLocals()
         self.states = StateTable(rule, self.local_params)
         self.takeover: ModuleTakeover | None = None
         self.joining: Callable[[str, Call | None], None] | None = None
         self.is_closed = False
-        self._composition: Domains | None = None  # from the first forward or step on
+        self._domains: Domains | None = None  # from the first forward or step on
         self._retire: list[weakref.finalize[Any, Any]] = []
 
     # -- what the optimizer holds --------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Bindings:
     def owner(self) -> torch.optim.Optimizer:
         """The optimizer, whose param groups scripts and frameworks replace at any time."""
         owner = self._owner()
-        assert owner is not None  # hooks that may outlive it ask for the engine, which goes with it
+        assert owner is not None  # hooks that may outlive it look for the engine, which is freed with it
         return owner
 
     @property
@@ -87,17 +87,17 @@ class Bindings:
 
     @property
     def params(self) -> list[torch.nn.Parameter]:
-        """Of all groups, in their order."""
+        """The params of all groups, in order."""
         return [param for group in self.groups for param in group["params"]]
 
     def local_groups(self) -> list[Group]:
-        """The param groups with the plain tensors that DTensors come down to."""
+        """Returns the param groups with the local tensors of DTensors."""
         return [self.local_params.of_group(group) for group in self.groups]
 
     def check_open(self) -> None:
         """Raises ShardoptError after :meth:`close`."""
         if self.is_closed:
-            raise ShardoptError("this optimizer was closed and its states released: construct a new one.")
+            raise ShardoptError("construct a new optimizer: this one was closed and its states released.")
 
     def check_weights(self, call: str) -> None:
         """Raises ShardoptError where params show the average of the weights."""
@@ -107,54 +107,51 @@ class Bindings:
 
     @property
     def domain(self) -> Domain | None:
-        """The main one; None before the first forward or step."""
-        return None if self._composition is None else self._composition.main
+        """The main domain; None before the first forward or step."""
+        return None if self._domains is None else self._domains.main
 
     @property
     def domains(self) -> list[Domain]:
-        """All; none before the first forward or step."""
-        return [] if self._composition is None else self._composition.domains
+        """All domains; empty before the first forward or step."""
+        return [] if self._domains is None else self._domains.domains
 
-    def compose(self) -> Domains:
-        """The domains, the main one made if this is the first time."""
-        if self._composition is None:
+    def ensure_domains(self) -> Domains:
+        """Returns the domains; the first call makes the main one."""
+        if self._domains is None:
             main = self._make_domain(self._process_group())
             backward = self._make_backward(main)
-            self._composition = self.states.domains_of_model = Domains(main, self.options, self.local_params)
+            self._domains = self.states.domains_of_model = Domains(main, self.options, self.local_params)
             if self.takeover is not None:
                 self.takeover.use_domain(main, backward)
-        return self._composition
+        return self._domains
 
     def groups_by_domain(self) -> list[tuple[Domain, Sequence[Group]]]:
-        """Each domain that has params, with its groups; in the same order on all ranks of a domain."""
-        return self.compose().groups_by_domain(self.groups, self._make_expert_domain)
+        """Returns each domain that has params, with its groups, in the same order on all ranks of a domain."""
+        return self.ensure_domains().groups_by_domain(self.groups, self._make_expert_domain)
 
     def _handed_over(self) -> list[tuple[Domain, Sequence[Group]]]:
-        """Those of a module that was handed over: without experts, the main one."""
+        """Returns the domains of the module that was handed over, with their groups; without experts, the main one."""
         if any(group.get("process_group") is not None for group in self.groups):
             return self.groups_by_domain()
-        return [(self.compose().main, self.local_groups())]
+        return [(self.ensure_domains().main, self.local_groups())]
 
     def ranks(self) -> Ranks:
-        """All that make every call together; before the first step too, which may still be given another DDP module."""
-        if self._composition is not None:
-            return self._composition.main.mesh.world
+        """Returns the ranks that make every call together. A new DDP module may change them before the first step."""
+        if self._domains is not None:
+            return self._domains.main.mesh.world
         group = self._process_group()
         found = None if group is None else everyone_of(group)
         return Ranks(found, self.options.tuning.deadline)
 
     def agree_on_call(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Collective: what all ranks give to a call, or the same error on all."""
+        """Collective: returns the arguments that all ranks give to a call, or raises the same error on all."""
         return agree_on_call(call, read, self.ranks())
 
     @property
     def device(self) -> torch.device:
-        """On which ranks meet: that of the params, or that which they will have, where all are on the meta device."""
-        found = self._device_of_params()
+        """The device of collectives: that of the params, or that which they will get, if all are on the meta device."""
+        found = next((param.device for param in self.params if not param.is_meta), None)
         return device_to_train_on(self.ranks()) if found is None else found
-
-    def _device_of_params(self) -> torch.device | None:
-        return next((param.device for param in self.params if not param.is_meta), None)
 
     def _process_group(self) -> dist.ProcessGroup | DeviceMesh | None:
         group = self.options.process_group
@@ -170,16 +167,16 @@ class Bindings:
     def _make_expert_domain(self, group: dist.ProcessGroup | DeviceMesh) -> Domain:
         domain = self._make_domain(group)
         if self.takeover is not None:
-            self.takeover.add_domain(domain, Backward(domain, self.compose().main.mesh.world.size))
+            self.takeover.add_domain(domain, Backward(domain, self.ensure_domains().main.mesh.world.size))
         return domain
 
     def _make_backward(self, domain: Domain) -> Backward:
         return Backward(domain)
 
     def _at_the_end(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Calls it when the optimizer is gone, unless it was closed."""
+        """Calls ``call`` when the optimizer is freed, unless it was closed."""
         finalizer = weakref.finalize(self, call, *arguments)
-        finalizer.atexit = False  # at the interpreter's end nothing need be given back
+        finalizer.atexit = False  # at exit the system frees everything
         self._retire.append(finalizer)
 
     def finish_gathers(self) -> None:
@@ -190,12 +187,12 @@ class Bindings:
     # -- binding -------------------------------------------------------------------------------------------------------
 
     def _announce(self, kind: str, call: Call | None = None) -> None:
-        """Collective in a ``join()``: ranks that have run out do the same."""
+        """Collective in a ``join()``: announces a call, which ranks that have run out of batches make too."""
         if self.joining is None:
             return
         try:
             self.joining(kind, call)
-        except DisagreementError as error:  # the others are in a backward, say
+        except DisagreementError as error:  # the others may be in a backward
             if call is not None and call.problem is not None:
                 raise call.problem from error
             raise
@@ -210,8 +207,8 @@ class Bindings:
         self.check_open()
         if self.takeover is None:
             raise ShardoptError(
-                "bind() takes a module over, but none was handed over: the params are bound at the first step. Pass "
-                "the module as first argument or as module=."
+                "pass the module as first argument or as module=: bind() takes a module over, and none was handed "
+                "over, so the params are bound at the first step."
             )
         takeover, init = self.takeover, DeferredInit(state_dict, init_fn)
         by_domain = self._handed_over()
@@ -232,25 +229,25 @@ class Bindings:
     ) -> None:
         self.finish_gathers()
         self._announce("bind")
-        composition = self.compose()
+        domains = self.ensure_domains()
         takeover.exclude_experts()
-        with composition.raising_together("bind() begins"):
+        with domains.raising_together("bind() begins"):
             numbers = self._check_together(takeover, candidates, init)
         try:
-            with composition.raising_together("values are shared"):
+            with domains.raising_together("values are shared"):
                 is_shared = self._share_values(takeover, by_domain)
             if is_shared:
-                composition.compare_experts(self.groups)
-            with composition.raising_together("bind() ends"):
+                domains.compare_experts(self.groups)
+            with domains.raising_together("bind() ends"):
                 self._bind_module(takeover, by_domain, init, numbers)
         finally:
             self.local_params.update_dtensors()
 
     def _share_values(self, takeover: ModuleTakeover, by_domain: Sequence[tuple[Domain, Sequence[Group]]]) -> bool:
-        """Collective: ranks that hold the same begin with the same values. Returns False where these are there, or are
-        still to be made."""
+        """Collective: gives ranks that hold the same params the same values. Returns False if they need not be shared:
+        they are bound, or still to be made."""
         if meta_params(takeover.module):
-            takeover.give_devices(self.compose().main.mesh.world)
+            takeover.give_devices(self.ensure_domains().main.mesh.world)
         elif not any(domain.entries for domain, _ in by_domain) and not takeover.fresh:
             takeover.share_values()
             return True
@@ -263,7 +260,7 @@ class Bindings:
         init: DeferredInit,
         numbers: Sequence[dict[str, Any]],
     ) -> None:
-        main = self.compose().main
+        main = self.ensure_domains().main
         problem: Exception | None = None
         for domain, groups in by_domain:
             try:
@@ -275,7 +272,7 @@ class Bindings:
             except Exception as error:
                 if domain is main:
                     raise
-                problem = problem or error  # of the ranks of one expert: all others are told
+                problem = problem or error  # of the ranks of one expert; agree_on() raises it on all
         if len(by_domain) > 1:
             agree_on("experts", main.mesh.world, problem)
         if takeover.fresh:
@@ -291,23 +288,24 @@ class Bindings:
         closure: bool = False,
         frozen: Sequence[torch.nn.Parameter] = (),
     ) -> None:
-        """Collective: binds params. The states that waited for them are theirs, and their gradients are taken over."""
+        """Collective: binds params, with the states that waited for them, and takes their gradients over."""
         takeover, waiting = self.takeover, self.states.waiting
         fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
         entries = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
-        self.states.forget_waiting(entry.param for entry in entries)
+        for entry in entries:
+            self.states.waiting.pop(entry.param, None)
         if takeover is not None:
             takeover.attach(domain, entries)
 
     def _check_together(
         self, takeover: ModuleTakeover, candidates: Sequence[Candidate], init: DeferredInit
     ) -> list[dict[str, Any]]:
-        """Collective: what can be wrong on one rank alone is raised on all, before any of them waits for values."""
+        """Collective: checks all that may be wrong on one rank, and raises it on all before a rank waits for values."""
         problem: Exception | None = None
         numbers: list[dict[str, Any]] = []
-        domain = self.compose().main
+        domain = self.ensure_domains().main
         try:
-            self.compose().update_whole(self.groups)  # first: it finds the ranks who are to be told of a problem
+            self.ensure_domains().update_whole(self.groups)  # first: it finds the ranks that a problem is sent to
             takeover.check_covers(self.groups)
             takeover.check_covered()
             assert takeover.backward is not None
@@ -328,13 +326,13 @@ class Bindings:
     def _check_one_domain(self) -> None:
         if len(self.domains) > 1:
             raise BindingError(
-                "build the model with values (module.to_empty() and its initializers): some of it is on the meta "
-                "device, and param groups have their own process_group. Experts of other ranks would get the values "
-                "that this rank draws."
+                "build the model with values (module.to_empty() and its initializers): some params are on the meta "
+                "device, and param groups have their own process_group, so experts of other ranks would get the same "
+                "values as this rank's."
             )
 
     def ensure_bound(self) -> None:
-        """Collective: params become views of buckets, as at the first step, if they are not yet."""
+        """Collective: binds params that are not bound yet, as the first step does."""
         if self.takeover is not None:
             self.bind()
             return

@@ -1,7 +1,7 @@
 """Who holds it together? The engine behind one optimizer: its domains, the module that it took over, one step, the end.
 
-The optimizer is torch's surface and nothing else: each of its methods is a line into the engine. Checkpoints see the
-engine too, and so does the view of the states, through a protocol that names the few things it needs.
+The optimizer has torch's methods, each of which is one call of the engine. Checkpoints and the view of the states call
+the engine too.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from .rules import Rule
     from .step.step import Outcome
 
-# The engines of this process, from the oldest: optimizers of one module ask for each other's params, and DDP's join()
-# takes those along whose params it wraps. The only table of the process that outlives a call.
+# The engines of this process, oldest first: optimizers of one module read each other's params, and DDP's join() finds
+# the optimizers of its params. It is the only table of the process that outlives a call.
 _LIVE: list[weakref.ref[Engine]] = []
 
 
 def live_engines() -> list[Engine]:
-    """Those that were neither dropped nor closed, from the oldest."""
+    """Returns the engines that were neither dropped nor closed, oldest first."""
     found = (reference() for reference in _LIVE)
     return [engine for engine in found if engine is not None and not engine.is_closed]
 
@@ -70,10 +70,10 @@ def _takeovers() -> list[ModuleTakeover]:
 
 
 class Engine(Bindings):
-    """What one optimizer is made of, and does.
+    """The bindings of one optimizer, and all that its methods do.
 
     Attributes:
-        check_arguments: of a class with torch's arguments: checks those that a param group gives, and returns them.
+        check_arguments: checks and returns the arguments of a param group, for a class with torch's arguments.
         unread: keys of param groups that choose another rule than the optimizer has.
         fixed: values of param groups that belong to the class: no state dict or checkpoint changes them.
         grad_norm, updates: see :class:`ShardedOptimizer`.
@@ -98,7 +98,7 @@ class Engine(Bindings):
         self._away: Offload | None = None  # where offload() moved masters and states
 
     def enroll(self) -> None:
-        """The optimizer is constructed: :func:`live_engines` lists its engine from now on."""
+        """Lists this engine in :func:`live_engines`, once its optimizer is constructed."""
         _LIVE[:] = [reference for reference in _LIVE if reference() is not None]
         _LIVE.append(weakref.ref(self))
 
@@ -146,9 +146,9 @@ class Engine(Bindings):
                 "module shardopt reduces no gradients."
             )
         if ZeroStage(self.options.stage).shards_gradients or self.options.release_gradients:
-            return  # every backward has
+            return  # every backward has reduced them
         self.bind()
-        reduce_together(self.compose().main, self.takeover.backward)
+        reduce_together(self.ensure_domains().main, self.takeover.backward)
 
     @torch.no_grad()
     def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
@@ -159,13 +159,13 @@ class Engine(Bindings):
         check_norm_group(group, "sum_tied(group=)")
         if not any(param is each for each in self.params):
             raise ShardoptError(
-                "give the copy that this rank trains: sum_tied() was given a param that is in none of the optimizer's "
-                "param groups, and no gradient would be summed."
+                "give the copy that this rank trains: sum_tied() was given a param that no param group of this "
+                "optimizer has, so no gradient would be summed."
             )
         ranks = Ranks(everyone_of(group), self.options.tuning.deadline)
-        if ranks.rank and self.options.norm_group is not None:  # the first rank counts it in the norm of the model
+        if ranks.rank and self.options.norm_group is not None:  # only the first rank counts it in the model's norm
             local = self.local_params.of(param)
-            (self.compose().domain_of(local) or self.compose().main).note_slice(local, False, None)
+            (self.ensure_domains().domain_of(local) or self.ensure_domains().main).note_slice(local, False, None)
         sum_tied(param, ranks)
 
     @contextmanager
@@ -176,13 +176,13 @@ class Engine(Bindings):
             yield
 
     def forget_backward(self) -> None:
-        """Gradients were set to None or zero: a backward that failed before leaves nothing."""
+        """Forgets a failed backward, after gradients were set to None or zero."""
         backward = self._backward()
         if backward is not None:
             backward.forget_gradients()
 
     def _backward(self) -> Backward | None:
-        """Of the module that was taken over, once it is bound."""
+        """The hooks on gradients of the module that was taken over; None before it is bound."""
         return None if self.takeover is None else self.takeover.backward
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class Engine(Bindings):
 
         def begin() -> tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks]]:
             engine = me()
-            assert engine is not None  # without it there are no hooks
+            assert engine is not None  # hooks live as long as the engine
             engine.check_weights("a backward with release_gradients=True")
             engine.states.consolidated = None
-            return engine.local_groups(), engine.defaults, engine.compose().whole
+            return engine.local_groups(), engine.defaults, engine.ensure_domains().whole
 
         self._release = UpdateInBackward(domain, begin)
         return self._release
@@ -206,7 +206,7 @@ class Engine(Bindings):
         """Collective: one step. Returns what the closure returned.
 
         Args:
-            scaling: gives the loss scale, and whether an Inf or NaN was found; asked once the closure has run.
+            scaling: returns the loss scale, and True if an Inf or NaN was found; called once the closure has run.
         """
         with self.lock:
             return self._step(closure, scaling)
@@ -238,7 +238,7 @@ class Engine(Bindings):
                 backward.check_whole()
         except RaiseNow as error:
             settled = error.error
-        except Exception as error:  # raised on every rank by run_step, so that no rank waits for this one
+        except Exception as error:  # run_step raises it on every rank, so that no rank waits for this one
             problem = error
         if settled is not None:
             raise settled
@@ -254,18 +254,18 @@ class Engine(Bindings):
             raise
 
     def take(self, call: Call) -> None:
-        """Collective: one step with the gradients that there are."""
+        """Collective: takes one step with the present gradients."""
         if call.problem is None:
-            self.finish_gathers()  # in a join() this rank has run no forward since the last step
-        # Released params would ask for each attribute whether it may be read.
+            self.finish_gathers()  # in a join() this rank may have run no forward since the last step
+        # Params whose values are released check every attribute that is read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
-        self.states.consolidated = None  # a skipped step too lets masters follow weights that were written
+        self.states.consolidated = None  # also after a skipped step, in which masters follow written weights
         self.grad_norm = norm
         self.updates += updated
 
     def _close_released(self, call: Call) -> Outcome:
-        """The end of a step that was taken in backward."""
+        """Ends a step that was taken in backward."""
         if call.problem is not None:
             raise call.problem
         if self._release is not None:
@@ -275,20 +275,20 @@ class Engine(Bindings):
         return NOTHING_DONE
 
     def _run(self, call: Call) -> Outcome:
-        by_domain, composition = self.groups_by_domain(), self.compose()
-        composition.compare_norm_groups(call.problem)
+        by_domain, domains = self.groups_by_domain(), self.ensure_domains()
+        domains.compare_norm_groups(call.problem)
         try:
-            composition.update_whole(self.groups)
+            domains.update_whole(self.groups)
             self.local_params.prepare_gradients()
-        except Exception as error:  # this rank's alone, perhaps: its tensor mates come to the exchange that follows
+        except Exception as error:  # perhaps of this rank alone: its tensor ranks wait in the exchange that follows
             call = dataclasses.replace(call, problem=call.problem or error)
         try:
-            composition.agree_on_gradients(self.groups, call.problem)
-            self.local_params.set_local_gradients(composition.sum_over)
+            domains.agree_on_gradients(self.groups, call.problem)
+            self.local_params.set_local_gradients(domains.sum_over)
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(by_domain, composition.whole, call, self._bind_params)
+            return run_step(by_domain, domains.whole, call, self._bind_params)
         finally:
             self.local_params.drop_gradients()
             self.local_params.update_dtensors()
@@ -324,7 +324,7 @@ class Engine(Bindings):
             self.states.consolidated = {**self.states.waiting, **states}
 
     def load(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Loads what hooks have seen. ``groups``: those of the dict, with the params of this optimizer's."""
+        """Loads a state dict, after its hooks. ``groups``: those of the dict, with this optimizer's params."""
         with self.lock:
             check_same_rules(self.rule, self.unread, self.fixed, groups, self.groups)
             loaded, own = read_state_dict(state_dict, groups, self.states)
@@ -334,25 +334,24 @@ class Engine(Bindings):
             self.owner.param_groups = groups
 
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
-        """Takes checked states by param, and what the user keeps beside them; all others are forgotten."""
+        """Replaces all states by checked states by param, and the user's own entries by ``own``."""
         self.check_weights("loading states")
         self.finish_gathers()
         self.states.replace(loaded)
         self.states.own = own
 
     def copy_states(self, to: Engine, copied: Callable[[Any], Any]) -> None:
-        """The states of this moment wait in another engine for its params.
+        """Copies the present states to another engine, where they wait for its params.
 
         Args:
-            copied: this optimizer's param, or anything, -> the other one's copy of it.
+            copied: maps this optimizer's param, or another object, to the other optimizer's copy.
         """
-        to.states.wait(
-            {to.local_params.of(copied(param)): state.copy() for param, state in self.states.all(self.groups).items()}
-        )
+        present = self.states.all(self.groups)
+        to.states.waiting = {to.local_params.of(copied(param)): state.copy() for param, state in present.items()}
         to.states.own = copied(self.states.own)
         to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
 
-    # -- where states rest -----------------------------------------------------------------------------------------
+    # -- where states are kept -------------------------------------------------------------------------------------
 
     def offload(self, to: str | os.PathLike[str]) -> None:
         """Collective: see :meth:`ShardedOptimizer.offload`."""
@@ -382,7 +381,7 @@ class Engine(Bindings):
         """See :meth:`ShardedOptimizer.units`."""
         sharded = [domain.sharded for domain in self.domains if domain.sharded is not None]
         units = [(each.gatherer, unit) for each in sharded for unit in each.units]
-        units.sort(key=lambda found: found[1].number)  # as in the model; buckets are made from its end
+        units.sort(key=lambda found: found[1].number)  # in the model's order; buckets are made from its end
         return Units({unit.name: UnitView(gatherer, unit) for gatherer, unit in units})
 
     def schedule(self) -> Schedule:
@@ -395,7 +394,7 @@ class Engine(Bindings):
         return Timings.of_all([domain.timings() for domain in self.domains])
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that this rank has received from others, by kind."""
+        """Returns the bytes that this rank has received from others, by kind."""
         found: Counter[str] = Counter()
         for domain in self.domains:
             found.update(domain.traffic())
@@ -407,11 +406,11 @@ class Engine(Bindings):
         others = [] if self.takeover is None else list(self.takeover.module.parameters())
         params = dict.fromkeys(map(self.local_params.of, [*grouped, *others]))
         grads = [local_gradient(param) for param in dict.fromkeys([*grouped, *others])]
-        rests = self.options.rests
-        return memory_of(self.domains, params, grads, rests, tier_of(rests if self._away is None else self._away))
+        offload = self.options.offload_options
+        return memory_of(self.domains, params, grads, offload, tier_of(offload if self._away is None else self._away))
 
     def describe(self) -> str:
-        """For ``repr``: the stage, what else differs from the defaults, and what it costs on this rank."""
+        """Returns for ``repr`` the options that differ from the defaults, and the memory on this rank."""
         words = ", ".join([f"stage={self.options.stage}", *given_in_words(self.options, besides=("module", "stage"))])
         bound = [domain for domain in self.domains if domain.shards]
         for domain in bound:
@@ -431,7 +430,7 @@ class Engine(Bindings):
     def close(self) -> None:
         """See :meth:`ShardedOptimizer.close`."""
         self.check_weights("close()")
-        with suppress(CommunicationError):  # told already; what did not arrive is lost with the other rank
+        with suppress(CommunicationError):  # raised before; params that did not arrive are lost with the other rank
             self.finish_gathers()
         if self.takeover is not None:
             self.takeover.close()
@@ -440,5 +439,5 @@ class Engine(Bindings):
         for domain in self.domains:
             domain.release()
         self.local_params.update_dtensors()
-        self._composition, self._away, self.is_closed = None, None, True
+        self._domains, self._away, self.is_closed = None, None, True
         self.states = StateTable(self.rule, self.local_params)

@@ -8,19 +8,19 @@
      +-- DisagreementError        ranks that do not hold, or do not do, the same thing
      +-- CommunicationError       a peer that died, stalled or left: names the phase of the step
      +-- ReleasedError            a sharded param was read outside of its module: names Tuning(keep=...)
-     +-- OffloadError             states that cannot be kept on, or fetched from, where they rest
+     +-- OffloadError             a tier that cannot keep states or return them
      +-- StateError               a state dict that does not fit, or a part that cannot be saved as it is
      +-- CheckpointError          a checkpoint that is damaged, does not fit, or could not be saved
      +-- UnsupportedVersionError  a missing or untested Triton, Numba or torch
 
-Mistakes that ``torch.optim`` itself reports keep torch's type and message. Every message says what was found,
-what would have gone wrong, and the call to make next.
+Mistakes that ``torch.optim`` itself reports keep torch's type and message. Every message names the call to make next,
+what was found, and what would have gone wrong.
 """
 
 import sys
 import warnings
 
-# Whose lines a script's author does not know: a warning names the line of the script.
+# Packages whose lines a warning skips: it names the line of the script.
 _INSIDE = ("shardopt", "torch", "contextlib")
 
 
@@ -29,7 +29,7 @@ class ShardoptError(RuntimeError):
 
 
 class RuleError(ShardoptError):
-    """The source of an update rule uses something outside the vocabulary."""
+    """The source of an update rule uses something outside of the vocabulary."""
 
 
 class BindingError(ShardoptError):
@@ -45,11 +45,11 @@ class CommunicationError(ShardoptError):
 
 
 class ReleasedError(ShardoptError):
-    """The values of a param lie on other ranks at this moment."""
+    """The values of a param are on other ranks at this moment."""
 
 
 class OffloadError(ShardoptError):
-    """States cannot be kept on, or fetched from, where they rest; params and states are as before, on every rank."""
+    """A tier cannot keep states or return them; params and states are unchanged on every rank."""
 
 
 class StateError(ShardoptError):
@@ -61,11 +61,11 @@ class CheckpointError(ShardoptError):
 
 
 class UnsupportedVersionError(ShardoptError):
-    """A library that a kernel needs is missing or has a version that was never tested."""
+    """A library that a kernel needs is missing, or its version was never tested."""
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the script that led here."""
+    """Warns at the line of the script that made the call."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""All about an option in one place, its field: default, meaning, check, what ranks compare, the planner's flag.
+"""Options as fields of dataclasses. A field has all of an option: default, meaning, check, comparison, planner's flag.
 
 ::
 
@@ -9,8 +9,9 @@
         def __post_init__(self) -> None:
             check_fields(self, "Tuning.")
 
-The fields are the one list. The dataclass checks itself by them, ranks compare them (:func:`compared`), the planner and
-its command line take those that have a :class:`Flag`, ``scripts/options.py`` writes the tables of the documentation.
+The fields are the only list of options. The dataclass checks its values by them, ranks compare them (:func:`compared`),
+the planner and its command line take those with a :class:`Flag`, and ``scripts/options.py`` writes the tables of the
+documentation from them.
 """
 
 import dataclasses
@@ -25,24 +26,24 @@ from .arguments import set_frozen
 
 Value = TypeVar("Value")
 Check = Callable[[Any, str], Any]
-"""(what was given, its name for the message) -> what is kept: Python's own type of it."""
+"""(given value, its name for messages) -> the value that is kept, in Python's own types."""
 
 
 class Flag(NamedTuple):
     """How the planner and its command line take an option."""
 
     help: str
-    label: str  # of a way that has it, in the planner's table
-    value: Any = True  # what the bare flag stands for; unused where the field's type lists choices
+    label: str  # in the planner's table, for a way that has the option
+    value: Any = True  # the value of the bare flag; unused if the field's type lists choices
 
 
 class Option(NamedTuple):
-    """What a field tells beside its name, type and default."""
+    """What a field holds beside its name, type and default."""
 
     meaning: str  # one line of Markdown, for the tables of the documentation
     check: Check
     compared: Callable[[Any], Any] | None
-    local: str  # why ranks may differ in it; empty: they must not
+    local: str  # why ranks may differ in it; empty if they must not
     flag: Flag | None
 
 
@@ -55,43 +56,43 @@ def option(
     local: str = "",
     flag: Flag | None = None,
 ) -> Value:
-    """A field of a frozen dataclass of options.
+    """Returns a field of a frozen dataclass of options.
 
     Args:
-        check: what it accepts; None is let through where it is the default.
-        compared: what ranks compare of a value that is not None, where that is not the value itself.
-        local: why ranks may differ in it. Without a reason they must agree.
-        flag: of an option that the planner knows.
+        check: checks a value; None is not checked if it is the default.
+        compared: converts a value that is not None to what ranks compare; without it they compare the value itself.
+        local: why ranks may differ in the option. Without a reason they must agree.
+        flag: for an option that the planner takes.
     """
     made = Option(meaning, check, compared, local, flag)
     return dataclasses.field(default=default, metadata={"option": made})
 
 
 def options_of(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
-    """The fields of a dataclass of options, or of an instance, in order."""
+    """Returns the fields of a dataclass of options, or of an instance, in order."""
     return ((each, each.metadata["option"]) for each in dataclasses.fields(options))
 
 
 def in_words(about: Option) -> str:
-    """The meaning without Markdown's links: a sentence for a docstring, without its full stop."""
+    """Returns the meaning without Markdown's links: a sentence for a docstring, without its full stop."""
     plain = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)|\[([^]]*)\]\([^)]*\)", lambda found: found[1] or "", about.meaning)
     return plain[0].upper() + plain[1:].replace("`", "``")
 
 
 def keywords_in_words(options: Any) -> str:
-    """All fields with their defaults and meanings, for the docstring of what takes them as keywords."""
+    """Returns all fields with their defaults and meanings, for the docstring of a function with these keywords."""
     lines = [f"{default_in_words(field)}: {in_words(about)}." for field, about in options_of(options)]
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)
 
 
 def default_in_words(field: "dataclasses.Field[Any]") -> str:
-    """``stage=1``, as in a signature; options in an option without theirs."""
+    """Returns ``stage=1``, as in a signature; of nested options only the class."""
     default = field.default
     return f"{field.name}=" + (f"{type(default).__name__}()" if dataclasses.is_dataclass(default) else repr(default))
 
 
 def given_in_words(options: Any, besides: Sequence[str] = ()) -> list[str]:
-    """``name=value`` of each field that differs from its default; of options in an option only those that do."""
+    """Returns ``name=value`` for each field that differs from its default; nested options likewise."""
     found = []
     for field, _ in options_of(options):
         value = getattr(options, field.name)
@@ -103,10 +104,10 @@ def given_in_words(options: Any, besides: Sequence[str] = ()) -> list[str]:
 
 
 def check_fields(instance: Any, prefix: str = "") -> None:
-    """Checks each field of a frozen dataclass by itself, and keeps what the check returns.
+    """Checks each field of a frozen dataclass, and keeps what the check returns.
 
     Raises:
-        TypeError, ValueError: what the check raises, by the field's name behind ``prefix``.
+        TypeError, ValueError: from the check, which names the field, with ``prefix``.
     """
     for field, about in options_of(instance):
         value = getattr(instance, field.name)
@@ -115,7 +116,7 @@ def check_fields(instance: Any, prefix: str = "") -> None:
 
 
 def compared(options: Any) -> dict[str, Any]:
-    """All options that ranks must agree on, as JSON."""
+    """Returns all options that ranks must agree on, as JSON."""
     return {
         field.name: _as_json(getattr(options, field.name), about.compared)
         for field, about in options_of(options)
@@ -130,7 +131,7 @@ def _as_json(value: Any, reduced: Callable[[Any], Any] | None = None) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, Mapping):  # the order in which it was written says nothing
+    if isinstance(value, Mapping):  # sorted: the order of keys has no meaning
         return {key: _as_json(value[key]) for key in sorted(value)}
     if isinstance(value, tuple | list):
         return list(map(_as_json, value))
@@ -138,12 +139,12 @@ def _as_json(value: Any, reduced: Callable[[Any], Any] | None = None) -> Any:
 
 
 def planned(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Flag]]:
-    """The options that the planner and its command line take: those that have a flag."""
+    """Returns the options that the planner and its command line take: those with a flag."""
     return ((field, about.flag) for field, about in options_of(options) if about.flag is not None)
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """The words that a type lists, itself or as a part of a union."""
+    """Returns the strings that a Literal lists, itself or in a union."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     return next((found for part in get_args(kind) if (found := choices_of(part))), ())

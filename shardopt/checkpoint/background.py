@@ -1,4 +1,4 @@
-"""Saving in the background: the handle, and the thread that writes while training goes on."""
+"""Saving in the background: the handle, and the thread that writes during training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..partition.memory import zeros
 from .elements import READ_BYTES, reader_of
 
 if TYPE_CHECKING:
-    from .plan_save import Piece
+    from .plan_save import WriteItem
     from .write import RankWriter
 
 _ALIGNMENT = 64
@@ -26,14 +26,14 @@ class Saving:
     """A checkpoint that is being written, or was.
 
     Attributes:
-        path: where it is, once :meth:`wait` has returned.
+        path: of the checkpoint, once :meth:`wait` has returned.
     """
 
     def __init__(self, path: Path, thread: threading.Thread | None = None):
         self.path = path
         self._thread = thread
         self._problem: BaseException | None = None
-        self._was_told = False
+        self._was_waited_for = False
 
     @property
     def done(self) -> bool:
@@ -48,7 +48,7 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
-        self._was_told = True
+        self._was_waited_for = True
         if self._problem is not None:
             raise self._problem
         return self.path
@@ -61,21 +61,21 @@ class Saving:
 class Background:
     """Writes a module's checkpoints in a thread, one at a time.
 
-    They are written from staging memory: one buffer as large as what this rank saves, kept from one save to the next.
+    A checkpoint is written from staging memory: one buffer as large as what this rank saves, kept for the next save.
     """
 
     def __init__(self) -> None:
-        self._pages: Pages | None = None  # ahead of the buffer: unpinned before its memory goes
+        self._pages: Pages | None = None  # above the buffer: memory is unpinned before it is freed
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._saving: Saving | None = None
 
     def wait(self) -> None:
-        """Waits until nothing is being written, so that the staging memory can be used again."""
+        """Waits until nothing is being written; the staging memory can then be used again."""
         saving, self._saving = self._saving, None
         if saving is None or saving._thread is None:
             return
         saving._thread.join()
-        if saving._problem is not None and not saving._was_told:
+        if saving._problem is not None and not saving._was_waited_for:
             warnings.warn(
                 f"the last asynchronous checkpoint failed and wait() was not called: {saving._problem}", stacklevel=3
             )
@@ -87,35 +87,35 @@ class Background:
             except BaseException as error:
                 saving._problem = error
 
-        # Not a daemon: the interpreter waits for the thread at its end, so that a checkpoint that was begun is made.
+        # Not a daemon thread: at its end the interpreter waits until the checkpoint is written.
         thread = threading.Thread(target=work, name="shardopt-checkpoint")
-        saving = Saving(writer.site.published, thread)
+        saving = Saving(writer.target.published, thread)
         self._saving = saving
         thread.start()
         return saving
 
-    def copy(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
-        """Returns the same pieces with the values of now, in staging memory: the next call overwrites them.
+    def copy(self, items: Sequence[WriteItem], device: torch.device) -> list[WriteItem]:
+        """Returns the same items with their present values, copied to staging memory, which the next call overwrites.
 
         Args:
             device: of the params; memory is pinned for a GPU.
         """
         starts, end = [], 0
-        for piece in pieces:
+        for item in items:
             starts.append(end)
-            end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-item.nbytes // _ALIGNMENT) * _ALIGNMENT
         if end > self._buffer.numel():
             self._grow(end, device)
         copied, devices = [], set()
-        for piece, start in zip(pieces, starts, strict=True):
-            values = self._buffer[start : start + piece.nbytes].view(piece.tensor.dtype)
-            step = READ_BYTES // piece.tensor.dtype.itemsize
-            for first in range(0, piece.numel, step):
-                last = min(first + step, piece.numel)
-                source = piece.read(first, last)
+        for item, start in zip(items, starts, strict=True):
+            values = self._buffer[start : start + item.nbytes].view(item.tensor.dtype)
+            step = READ_BYTES // item.tensor.dtype.itemsize
+            for first in range(0, item.numel, step):
+                last = min(first + step, item.numel)
+                source = item.read(first, last)
                 values[first:last].copy_(source, non_blocking=source.is_cuda)
                 devices.add(source.device)
-            copied.append(replace(piece, read=reader_of(values)))
+            copied.append(replace(item, read=reader_of(values)))
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the copies must end before the next step writes to their sources
@@ -128,5 +128,5 @@ class Background:
             register = register_with_cuda if device.type == "cuda" else None
             self._pages = Pages(lambda numel, dtype: zeros(numel, dtype, torch.device("cpu")), register, device)
         self._pages.give_back([self._buffer])
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # its memory is given back before more is taken
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # the old memory is freed before more is allocated
         self._buffer = self._pages.zeros(nbytes, torch.uint8)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in a form that others read: one file, streamed a chunk at a time.
+"""Exports a checkpoint to one file that other libraries read, a chunk at a time.
 
 ``safetensors``: the weights by name, in full precision (the fp32 master where there is one), and the buffers.
 ``torch``: the state dict of one optimizer, as ``torch.optim`` saves and loads it with ``weights_only=True``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,15 @@ from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
 from . import files, values
 from .assemble import Assembly, source_of, sources_of
-from .block import Block, Frame
-from .elements import chunks_of, contiguous_strides, reader_of
-from .records import Key
-from .tensor_file import Writer, bytes_of, header
+from .elements import contiguous_strides, host_chunks, reader_of
+from .param_box import ParamBox, StridedBox
+from .records import TensorKey
+from .safetensors_file import SafetensorsWriter, bytes_of, header
 
 if TYPE_CHECKING:
+    from .inspect import Advance
     from .reader import Checkpoint
-    from .records import Manifest, Tensor
-
-Advance = Callable[[int], None]
+    from .records import Manifest, TensorInfo
 
 
 def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> None:
@@ -38,33 +37,29 @@ def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> No
     keys.sort(key=lambda key: -_tensor(manifest, key).values_dtype.itemsize)
     described = [(key.name, (each := _tensor(manifest, key)).values_dtype, each.shape) for key in keys]
     head = header(described, {"format": "pt"})
-    with _new(target) as (_, file):
-        writer = Writer(file, head)
-        try:
-            for key in keys:
-                writer.add(_chunks(checkpoint, key, advance))
-            writer.finish()
-        finally:
-            writer.close()
+    with _new(target) as (_, file), SafetensorsWriter(file, head) as writer:
+        for key in keys:
+            writer.add(_chunks(checkpoint, key, advance))
+        writer.finish()
 
 
-def _weight(manifest: Manifest, name: str) -> Key:
-    return Key("params", name, "master" if "master" in manifest.kinds[name] else "param")
+def _weight(manifest: Manifest, name: str) -> TensorKey:
+    return TensorKey("params", name, "master" if "master" in manifest.kinds[name] else "param")
 
 
-def _tensor(manifest: Manifest, key: Key) -> Tensor:
-    """Returns what a tensor of the export is; several of the checkpoint may make it up."""
+def _tensor(manifest: Manifest, key: TensorKey) -> TensorInfo:
+    """Returns shape and dtype of a tensor of the export; several tensors of the checkpoint may make it up."""
     return manifest.kinds[key.name][key.kind] if key.section == "params" else manifest.tensors[key]
 
 
-def _chunks(checkpoint: Checkpoint, key: Key, advance: Advance) -> Iterator[torch.Tensor]:
-    """Yields elements in contiguous order; a tensor that was saved in another order passes through memory whole."""
+def _chunks(checkpoint: Checkpoint, key: TensorKey, advance: Advance) -> Iterator[torch.Tensor]:
+    """Yields elements in contiguous order. A tensor that was saved in another order is read into memory whole."""
     manifest, tensor = checkpoint.manifest, _tensor(checkpoint.manifest, key)
     sources = source_of(manifest, key) if key in manifest.tensors else sources_of(manifest, *key)
-    frame = Frame.of(Block.whole(tensor.shape), contiguous_strides(tensor.shape))
-    for _, read in Assembly(manifest, sources, frame).values(checkpoint):
-        # Values may take more bytes than what was saved of them: those of split masters do.
-        yield from chunks_of(reader_of(read), read.numel(), read.dtype)
+    strided = StridedBox.of(ParamBox.whole(tensor.shape), contiguous_strides(tensor.shape))
+    for _, read in Assembly(manifest, sources, strided).values(checkpoint):
+        # Decoded values may take more bytes than the saved ones, as those of split masters do.
+        yield from host_chunks(reader_of(read), read.numel(), read.dtype)
         advance(read.numel() * tensor.dtype.itemsize)
 
 
@@ -72,10 +67,12 @@ def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Ad
     """Writes the state dict of optimizer ``number``, with torch's keys of params: their position in the groups."""
     manifest = checkpoint.manifest
     if not 0 <= number < len(manifest.optimizers):
-        raise CheckpointError(f"there is no optimizer {number}: the checkpoint holds {len(manifest.optimizers)}.")
+        raise CheckpointError(
+            f"give --optimizer below {len(manifest.optimizers)}: the checkpoint holds no optimizer {number}."
+        )
     state_dict, contents = _state_dict(checkpoint, number)
     with _new(target) as (made, descriptor), open(descriptor, "wb") as file:
-        # Torch writes its own format with holes for the elements, and reads no tensor for that.
+        # torch writes its own format with holes for the elements; it reads no tensor.
         with torch.serialization.skip_data():
             torch.save(state_dict, made)
         offsets = _offsets(made)
@@ -90,12 +87,12 @@ def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Ad
         files.sync(file.fileno())
 
 
-def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], list[Key | torch.Tensor]]:
-    """Returns the dict, its large tensors without values; and the contents of its tensors in the order of the file."""
+def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], list[TensorKey | torch.Tensor]]:
+    """Returns the dict with empty large tensors, and the content of each tensor in the order of the file."""
     manifest, optimizer = checkpoint.manifest, checkpoint.manifest.optimizers[number]
-    contents: list[Key | torch.Tensor] = []
+    contents: list[TensorKey | torch.Tensor] = []
 
-    def placed(tensor: torch.Tensor, content: Key | None = None) -> torch.Tensor:
+    def placed(tensor: torch.Tensor, content: TensorKey | None = None) -> torch.Tensor:
         contents.append(tensor if content is None else content)
         return tensor
 
@@ -113,17 +110,17 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
         for kind, tensor in manifest.kinds[name].items():
             if kind != "param":
                 empty = torch.empty(tensor.shape, dtype=tensor.values_dtype)
-                state[kind] = placed(empty, Key("params", name, kind))
+                state[kind] = placed(empty, TensorKey("params", name, kind))
     groups, index = [], 0
     for group in optimizer["groups"]:
-        given = values.decode(group["values"], lambda name: placed(checkpoint.whole(Key("extra", name, "value"))))
+        given = values.decode(group["values"], lambda name: placed(checkpoint.whole(TensorKey("extra", name, "value"))))
         groups.append({**given, "params": list(range(index, index + len(group["params"])))})
         index += len(group["params"])
     return {"state": states, "param_groups": groups}, contents
 
 
 def _offsets(path: Path) -> dict[int, int]:
-    """Returns where the bytes of each storage begin in a file of torch's: a zip file that compresses nothing."""
+    """Returns the offset of each storage in a file of torch's, which is an uncompressed zip file."""
     found = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for entry in archive.infolist():

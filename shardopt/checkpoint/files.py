@@ -1,7 +1,7 @@
-"""Every call on the file system that checkpoints make, so that a test can stand between them and the disk.
+"""All calls of checkpoints to the file system, in one place where tests can make them fail.
 
-Files are made new (never opened where something lies already), private (0600 in directories of 0700) but for exports,
-and never through a symbolic link. Byte counts are checked: a short write or read goes on, or is an error.
+Files are created new (an existing file is an error), private (0600 in directories of 0700) but for exports, and never
+through a symbolic link. Byte counts are checked: a short write or read is continued, or is an error.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-PRIVATE, PUBLIC = 0o600, 0o666  # modes of new files; the umask of the user takes from them
+PRIVATE, PUBLIC = 0o600, 0o666  # modes of new files, less the umask of the user
 _PERMISSIONS = 0o777  # of a mode: who may read, write and execute
 
 
@@ -21,7 +21,7 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Makes the directory, and those above it that are missing, durably."""
+    """Makes the directory and its missing parents, durably."""
     if not is_directory(path.parent) and path.parent != path:
         make_directories(path.parent)
     with suppress(FileExistsError):  # ranks that save another part of the model make the same parents
@@ -30,25 +30,25 @@ def make_directories(path: Path) -> None:
 
 
 def create(path: Path, mode: int = PRIVATE) -> int:
-    """Returns a new file, open for writing. ``mode``: who may read it, as far as the umask lets them.
+    """Returns a new file, open for writing. ``mode``: its permissions, less the umask.
 
     Raises:
-        FileExistsError: something lies there.
+        FileExistsError: the path exists.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def create_in_place_of(target: Path, path: Path) -> int:
-    """Returns a new file that will be renamed to ``target``, open for writing, for those who may read what lies there.
+    """Returns a new file that will be renamed to ``target``, open for writing, with the permissions of ``target``.
 
-    If nothing lies there, for all whom the umask lets.
+    If there is no ``target``, permissions are those that the umask gives.
     """
     try:
-        permissions = os.stat(target).st_mode & _PERMISSIONS | PRIVATE  # who writes it opens it by its name again
+        permissions = os.stat(target).st_mode & _PERMISSIONS | PRIVATE  # the writer opens it by its name again
     except FileNotFoundError:
         return create(path, PUBLIC)
     file = create(path, permissions)
-    os.fchmod(file, permissions)  # the umask took from them
+    os.fchmod(file, permissions)  # adds what the umask removed
     return file
 
 
@@ -67,7 +67,7 @@ def close(file: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable: what was created, renamed and removed there."""
+    """Makes the names in a directory durable: files that were created, renamed and removed there."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -127,10 +127,10 @@ def open_file(path: Path) -> int:
     """Returns a regular file, open for reading.
 
     Raises:
-        CheckpointError: it is missing, or a link, a pipe, a device.
+        CheckpointError: the file is missing, or is a link, a pipe or a device.
     """
     try:
-        # Not blocking: to open a pipe would wait for a writer.
+        # Not blocking: opening a pipe would wait for a writer.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(
@@ -162,13 +162,15 @@ def read_file(path: Path, most: int) -> bytes:
     """Returns all of a file of at most ``most`` bytes.
 
     Raises:
-        CheckpointError: it is missing, no regular file, or larger.
+        CheckpointError: the file is missing, is not a regular file, or is larger.
     """
     file = open_file(path)
     try:
         nbytes = size(file)
         if nbytes > most:
-            raise CheckpointError(f"{path} has {nbytes} bytes, more than the {most} that such a file may have.")
+            raise CheckpointError(
+                f"load another checkpoint: {path} has {nbytes} bytes, more than the {most} that shardopt writes."
+            )
         buffer = bytearray(nbytes)
         return bytes(buffer[: read_into(file, memoryview(buffer), 0)])
     finally:
@@ -176,9 +178,9 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def forget_pages(file: int, start: int = 0, nbytes: int = 0) -> None:
-    """Drops the file's pages from memory, from ``start`` on or all, where the system can: the next read is the disk's.
+    """Drops pages of the file from memory, where the system can; the next read comes from the disk.
 
-    Linux begins to write out pages that were just written, and goes on with that in the background.
+    Linux begins to write out pages that were just written, and continues in the background.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
@@ -197,7 +199,7 @@ def hold(file: int) -> bool:
 
 
 def release(file: int) -> None:
-    """Gives a lock back and closes the file. Closing is not enough: processes forked meanwhile have it open too."""
+    """Releases the lock and closes the file. Closing alone is not enough: forked processes have the file open too."""
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
@@ -212,7 +214,7 @@ def is_held(path: Path) -> bool:
 
 
 def lock(path: Path) -> int | None:
-    """Locks a file that exists only while it is locked, or after its holder died. Returns None if another has it."""
+    """Locks a file that exists only while it is locked, or after its holder died. Returns None if it is locked."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if not hold(file):

@@ -1,4 +1,4 @@
-"""Gradient accumulation in checkpoints: slices of sums over ranks, and gradients that a rank has not reduced yet."""
+"""Gradient accumulation in checkpoints: slices of reduced sums, and gradients that a rank has not reduced yet."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 
 def describe(gradient_slice: GradientSlice) -> dict[str, Any]:
-    """Returns what every rank knows of a reduced gradient, to the bit; JSON-able."""
+    """Returns the divisor and norms of a reduced gradient, to the bit, as JSON; the same on all ranks."""
     norms = gradient_slice.norms
     known = None if norms is None else [norms.two.hex(), norms.largest.hex(), norms.nonfinite]
-    return {
-        "divisor": gradient_slice.summed()[1],
-        "norms": known,
-    }  # the same on all ranks, of which some may have looked
+    return {"divisor": gradient_slice.summed()[1], "norms": known}
 
 
 def restore(
@@ -32,12 +29,12 @@ def restore(
     own: torch.Tensor | None,
     world_size: int,
 ) -> None:
-    """Makes ``param.grad`` what it was when it was saved.
+    """Restores ``param.grad`` as it was saved.
 
     Args:
-        about: what :func:`describe` returned of the sum that ``gradient_slice`` holds by now; None: there was no sum.
+        about: what :func:`describe` returned of the sum that ``gradient_slice`` holds now; None: there was no sum.
         own: this rank's gradient that was not reduced.
-        world_size: ranks that go on.
+        world_size: the number of data-parallel ranks now.
     """
     gradient_slice.pending = gradient_slice.undivided = None
     with torch._C.DisableTorchFunctionSubclass():  # the param may be released
@@ -46,13 +43,12 @@ def restore(
             return
         gradient_slice.divisor = about["divisor"]
         if gradient_slice.divisor != world_size:
-            gradient_slice.divide()  # a mean, to which a sum over the present number of ranks can be added
+            gradient_slice.divide()  # to a mean, so that a sum over another number of ranks can be added
         known = about["norms"]
         if known is not None:
             saved = Norms(float.fromhex(known[0]), float.fromhex(known[1]), known[2])
-            known = saved.over(
-                1.0, entry.param.numel(), gradient_slice.rounded
-            )  # the sum may have had another format when it was saved
+            # The format of the sum may be another one than in the checkpoint.
+            known = saved.over(1.0, entry.param.numel(), gradient_slice.rounded)
         gradient_slice.norms = known
         gradient_slice.is_used = False
         entry.show_gradient(GradientPart(gradient_slice, entry.param))

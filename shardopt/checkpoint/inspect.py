@@ -1,4 +1,4 @@
-"""Tells what a checkpoint holds, and whether each of its bytes is as it was written."""
+"""Describes a checkpoint, and verifies that every byte is as it was written."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import CheckpointError
 from . import values
 from .publish import find
-from .reader import Checkpoint, chunks_of
+from .reader import Checkpoint, file_chunks
 from .records import NAME_OF_DTYPE, SECTIONS
 
 if TYPE_CHECKING:
-    from .records import Key, Manifest, Tensor
+    from .records import Manifest, TensorInfo, TensorKey
 
-Advance = Callable[[int], None]  # told how many bytes were done
+Advance = Callable[[int], None]  # takes the number of bytes that were processed
 _COLUMNS = ("name", "kind", "shape", "dtype", "step", "size", "ranges")
 
 
@@ -36,8 +36,8 @@ def describe(directory: Path) -> Iterator[str]:
     for number, optimizer in enumerate(manifest.optimizers):
         yield f"optimizer {number}: {optimizer['rule']}"
         for index, group in enumerate(optimizer["groups"]):
-            told = ", ".join(f"{key}={value}" for key, value in _decoded(group["values"]).items() if value is not None)
-            yield f"  group {index}: {len(group['params'])} param(s), {told}"
+            hyper = ", ".join(f"{key}={value}" for key, value in _decoded(group["values"]).items() if value is not None)
+            yield f"  group {index}: {len(group['params'])} param(s), {hyper}"
     if info["extra"]:
         yield f"extra: {', '.join(info['extra'])}"
     yield ""
@@ -45,7 +45,7 @@ def describe(directory: Path) -> Iterator[str]:
 
 
 def as_data(directory: Path) -> dict[str, Any]:
-    """Returns what :func:`describe` tells, as numbers, texts, lists and dicts."""
+    """Returns what :func:`describe` yields, as numbers, texts, lists and dicts."""
     path = find(directory)
     with Checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
@@ -68,7 +68,7 @@ def as_data(directory: Path) -> dict[str, Any]:
 
 
 def _decoded(encoded: Any) -> dict[str, Any]:
-    """A group's values; a tensor, which lies in a file, is told by its name there."""
+    """Returns a group's values; a tensor is replaced by its name in the file."""
     found: dict[str, Any] = values.decode(encoded, lambda name: cast(Any, f"tensor {name}"))
     return found
 
@@ -83,12 +83,12 @@ def _as_json(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
-def _in_order(manifest: Manifest) -> Iterator[tuple[Key, Tensor]]:
+def _in_order(manifest: Manifest) -> Iterator[tuple[TensorKey, TensorInfo]]:
     for section in SECTIONS:
         yield from sorted(manifest.of(section))
 
 
-def _row(manifest: Manifest, key: Key, tensor: Tensor) -> tuple[str, ...]:
+def _row(manifest: Manifest, key: TensorKey, tensor: TensorInfo) -> tuple[str, ...]:
     name, kind = (key.name, key.kind) if key.section == "params" else (key.name, key.section)
     if key.section == "gradients":
         kind = "gradient" if key.kind == "reduced" else f"gradient of rank {key.kind}"
@@ -112,7 +112,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def verify(path: Path, advance: Advance = lambda nbytes: None) -> list[str]:
-    """Reads every byte of one checkpoint. Returns what is wrong, in words."""
+    """Reads every byte of one checkpoint. Returns what is wrong, in words; an empty list if nothing is."""
     try:
         checkpoint = Checkpoint(path)
     except CheckpointError as error:
@@ -127,7 +127,7 @@ def verify(path: Path, advance: Advance = lambda nbytes: None) -> list[str]:
                 damaged.add(name)
                 problems.append(str(error))
         for key, tensor in checkpoint.manifest.tensors.items():
-            for chunk in chunks_of(key, tensor):
+            for chunk in file_chunks(key, tensor):
                 try:
                     if chunk.file not in damaged:
                         checkpoint.read(chunk)
@@ -142,7 +142,7 @@ def data_bytes(manifest: Manifest) -> int:
 
 
 def size(nbytes: float) -> str:
-    """Returns a number of bytes in words."""
+    """Returns a number of bytes as text, with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Loading: find out what fits, prove every byte that is needed, and only then change anything."""
+"""Loading: match the checkpoint with the model, verify every byte that is needed, and only then change anything."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from ..domain.param_state import ParamState
 from ..errors import CheckpointError, ShardoptError
 from ..rules.rule import EMA
 from . import gradients, rng, values
-from .call import check_module, directory_of, engines_of
-from .fit import Fit, check_groups
-from .model import Model, home_of, meeting_of, meeting_of_parts
+from .arguments import check_module, directory_of, engines_of
+from .check_groups import check_groups
+from .match import ModelMatch
+from .model import Model
+from .model_ranks import collectives_of, collectives_of_parts, data_ranks_of
 from .names import read_names
 from .plan_load import LoadPlan
 from .publish import find
 from .reader import Checkpoint
-from .records import Key
+from .records import TensorKey
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..engine import Engine
     from ..optim.optimizer import ShardedOptimizer
-    from .meeting import Meeting, Problem
-    from .model import ModelParam
+    from .collectives import Collectives, Problem
+    from .model_param import ModelParam
 
 
 class Loaded(dict[str, Any]):
@@ -38,9 +40,9 @@ class Loaded(dict[str, Any]):
     Attributes:
         path: of the checkpoint that was loaded.
         step: that it was saved with.
-        mismatches: with ``strict=False``, what was left out, in words; empty where all was loaded.
-        losses: masters and states that are kept in shorter formats here than they were saved in, in words; empty where
-            every bit is that which was saved.
+        mismatches: with ``strict=False``, what does not fit and was not loaded, in words; empty if all was loaded.
+        losses: masters and states whose format here is shorter than the saved one, in words; empty if every bit was
+            restored.
     """
 
     def __init__(self, extra: dict[str, Any], path: Path, step: int, mismatches: Sequence[str], losses: Sequence[str]):
@@ -58,9 +60,9 @@ def load_checkpoint(
 ) -> Loaded:
     """Loads what :func:`save_checkpoint` wrote, at whatever number of ranks, stage and cut of the model. Collective.
 
-    Each rank reads the ranges that it needs. All of them are proven by their checksums before the first value changes.
-    Training then goes on with the very bits of the run that was saved. An optimizer that has not bound its params does
-    so here: move, cast and wrap the model before.
+    Each rank reads the ranges that it needs, and verifies their checksums before the first value changes. Training then
+    continues with the exact bits of the saved run. An optimizer that has not bound its params binds them here: move,
+    cast and wrap the model before.
 
     Args:
         directory: that of all checkpoints (the newest is loaded), or one checkpoint's own.
@@ -78,22 +80,22 @@ def load_checkpoint(
     """
     check_module(module)
     engines = engines_of(optimizer)
-    meeting = meeting_of(engines)
-    root, strict, given = meeting.together(
+    collectives = collectives_of(engines)
+    root, strict, given = collectives.together(
         lambda: (directory_of(directory), flag(strict, "strict"), read_names(names)), "reading the arguments"
     )
-    if _are_apart(root, engines, meeting):
-        meeting = meeting_of_parts(engines)
-    checkpoint = _open(root, meeting)
+    if _are_apart(root, engines, collectives):
+        collectives = collectives_of_parts(engines)
+    checkpoint = _open(root, collectives)
     with checkpoint, torch.no_grad():
-        return _load(checkpoint, lambda: Model(module, engines, given), engines, strict, meeting)
+        return _load(checkpoint, lambda: Model(module, engines, given), engines, strict, collectives)
 
 
-def _are_apart(directory: Path, engines: Sequence[Engine], meeting: Meeting) -> bool:
-    """Collective: True if each part of the model has a checkpoint of its own, as before there was one of all ranks."""
+def _are_apart(directory: Path, engines: Sequence[Engine], collectives: Collectives) -> bool:
+    """Collective: True if each part of the model has its own checkpoint, as older versions wrote them."""
     phase = "opening a checkpoint"
-    is_first = home_of(engines).rank == 0
-    paths = meeting.everyones(str(directory.resolve()) if is_first else None, phase)
+    is_first = data_ranks_of(engines).rank == 0
+    paths = collectives.all_gather(str(directory.resolve()) if is_first else None, phase)
     if len({path for path in paths if path is not None}) == 1:
         return False
 
@@ -103,84 +105,88 @@ def _are_apart(directory: Path, engines: Sequence[Engine], meeting: Meeting) -> 
         with Checkpoint(find(directory)) as checkpoint:
             return checkpoint.digest
 
-    digests = meeting.everyones(meeting.together(look, phase), phase)
+    digests = collectives.all_gather(collectives.together(look, phase), phase)
     return len({digest for digest in digests if digest is not None}) > 1
 
 
-def _open(directory: Path, meeting: Meeting) -> Checkpoint:
+def _open(directory: Path, collectives: Collectives) -> Checkpoint:
     """Collective: opens the same checkpoint on all ranks."""
     phase = "opening a checkpoint"
 
     def newest() -> str | None:
-        """Returns the name of rank 0's, or None if the directory itself is a checkpoint."""
-        found = directory if meeting.world.rank else find(directory)
+        """Returns the name of the checkpoint on rank 0; None if the directory itself is one, and on other ranks."""
+        found = directory if collectives.world.rank else find(directory)
         return None if found == directory else found.name
 
-    name = meeting.from_rank_0(meeting.together(newest, phase), phase)
-    checkpoint = meeting.together(lambda: Checkpoint(directory if name is None else directory / name), phase)
-    meeting.compare({"the manifest's digest": checkpoint.digest}, phase)
+    name = collectives.broadcast(collectives.together(newest, phase), phase)
+    checkpoint = collectives.together(lambda: Checkpoint(directory if name is None else directory / name), phase)
+    collectives.compare({"the manifest's digest": checkpoint.digest}, phase)
     step = int(checkpoint.manifest.info["step"])
-    meeting.compare_beyond({"the step of the checkpoint of each part of the model": step}, phase)
+    collectives.compare_parts({"the step of the checkpoint of each part of the model": step}, phase)
     return checkpoint
 
 
 def _load(
-    checkpoint: Checkpoint, look: Callable[[], Model], engines: list[Engine], strict: bool, meeting: Meeting
+    checkpoint: Checkpoint,
+    look: Callable[[], Model],
+    engines: list[Engine],
+    strict: bool,
+    collectives: Collectives,
 ) -> Loaded:
-    """Loads into the model that ``look`` finds, both before and after its params are bound."""
+    """Loads into the model, which ``look`` reads both before and after its params are bound."""
     manifest, path = checkpoint.manifest, checkpoint.path
     phase = "comparing the checkpoint with the model"
 
-    def fit() -> Fit:
+    def match_names() -> ModelMatch:
         model.check_loadable()
-        return Fit(manifest, model)
+        return ModelMatch(manifest, model)
 
     def compare() -> None:
-        fitting.compare(told)
-        if strict and fitting.mismatches:
+        match.compare(summaries)
+        if strict and match.mismatches:
             raise CheckpointError(
                 f"give the model and optimizers that were saved, or strict=False to load what fits: {path} does not "
-                f"fit this model: {fitting.describe()}. Nothing was loaded."
+                f"fit this model: {match.describe()}. Nothing was loaded."
             )
-        check_groups(manifest, fitting, engines)
+        check_groups(manifest, match, engines)
 
     def bind() -> Model:
         for engine in engines:
             engine.ensure_bound()
         bound = look()  # params have shards now
-        bound.settle_as(model)
+        bound.take_names_of(model)
         return bound
 
-    model = meeting.together(look, phase)
-    model.settle(meeting, phase)
-    fitting = meeting.together(fit, phase)
-    told = meeting.everyones(fitting.told(), phase)
-    meeting.together(compare, phase)
-    bound = meeting.together(bind, "binding params")
-    loading = meeting.together(lambda: Loading(checkpoint, bound, fitting, meeting), "checking the checkpoint")
+    model = collectives.together(look, phase)
+    model.learn_names(collectives, phase)
+    match = collectives.together(match_names, phase)
+    summaries = collectives.all_gather(match.summary(), phase)
+    collectives.together(compare, phase)
+    bound = collectives.together(bind, "binding params")
+    loading = collectives.together(lambda: Loading(checkpoint, bound, match, collectives), "checking the checkpoint")
     loading.change()
-    return Loaded(loading.extra, path, int(manifest.info["step"]), fitting.mismatches, loading.plan.losses())
+    return Loaded(loading.extra, path, int(manifest.info["step"]), match.mismatches, loading.plan.losses())
 
 
 class Loading:
-    """The last two phases of a load on one rank: read and prove everything, then change the model."""
+    """The last two phases of a load on one rank: read and verify everything, then change the model."""
 
-    def __init__(self, checkpoint: Checkpoint, model: Model, fitting: Fit, meeting: Meeting):
-        """Reads and proves all that this rank needs.
+    def __init__(self, checkpoint: Checkpoint, model: Model, match: ModelMatch, collectives: Collectives):
+        """Reads and verifies all that this rank needs.
 
         Raises:
-            CheckpointError: some byte is not what was saved.
+            CheckpointError: a byte differs from what was saved.
         """
-        self._checkpoint, self._manifest, self._meeting = checkpoint, checkpoint.manifest, meeting
-        self._model, self._fitting = model, fitting
-        self.plan = LoadPlan(self._manifest, model, fitting, meeting.world)
+        self._checkpoint, self._manifest, self._collectives = checkpoint, checkpoint.manifest, collectives
+        self._model, self._match = model, match
+        self.plan = LoadPlan(self._manifest, model, match, collectives.world)
         for name in self._manifest.files:
             checkpoint.check_file(name)
-        for assembly, _ in self.plan.targets:
-            for chunk in assembly.chunks():
+        for item in self.plan.items:
+            for chunk in item.assembly.chunks():
                 checkpoint.read(chunk)
-        own_rng = sorted(key for key, _ in self._manifest.of("rng") if key.name == str(meeting.world.rank))
-        # Read whole while they are proven: extra, random numbers.
+        own_rng = sorted(key for key, _ in self._manifest.of("rng") if key.name == str(collectives.world.rank))
+        # Extra values and random numbers are small: they are kept from here on.
         self._small = {
             key: checkpoint.whole(key) for key in [*(key for key, _ in self._manifest.of("extra")), *own_rng]
         }
@@ -192,17 +198,17 @@ class Loading:
         return {key.kind: tensor for key, tensor in self._small.items() if key.section == "rng"}
 
     def _find(self, name: str) -> torch.Tensor:
-        return self._small[Key("extra", name, "value")]
+        return self._small[TensorKey("extra", name, "value")]
 
     def change(self) -> None:
-        """Collective: fills every target, then counters, groups, random numbers.
+        """Collective: writes all that was planned, then counters, groups and random numbers.
 
         Raises:
-            CheckpointError: the files changed since they were proven, or a rank died; the optimizers then refuse to
+            CheckpointError: the files changed since they were verified, or a rank died; the optimizers then refuse to
                 step.
         """
         problem: Problem = None
-        domains = [domain for engine in self._model.engines for domain in engine.domains]
+        domains = self._model.domains
         try:
             with ExitStack() as stores:
                 for engine in self._model.engines:
@@ -211,9 +217,9 @@ class Loading:
                     stores.enter_context(domain.epoch.loading())
                     if domain.shards:
                         stores.enter_context(domain.all_or_nothing())
-                for assembly, write in self.plan.targets:
-                    for before, read in assembly.values(self._checkpoint):
-                        write(before, read)
+                for item in self.plan.items:
+                    for before, read in item.assembly.values(self._checkpoint):
+                        item.write(before, read)
                 self._commit()
         except ShardoptError as error:
             problem = error
@@ -224,50 +230,50 @@ class Loading:
             )
             problem.__cause__ = error
         try:
-            self._meeting.share(problem, "loading a checkpoint")
+            self._collectives.raise_together(problem, "loading a checkpoint")
         except ShardoptError as error:
             for domain in domains:
                 domain.mark_broken(f"while loading a checkpoint: {error}", by_load=True)
             raise
-        if not self._fitting.mismatches:  # everything was replaced
+        if not self._match.mismatches:  # everything was replaced
             for domain in domains:
                 domain.mark_repaired()
 
     def _commit(self) -> None:
-        model, fitting = self._model, self._fitting
-        for name in fitting.params:
+        model, match = self._model, self._match
+        for name in match.params:
             param = model.params[name]
             if param.entry is not None:
-                self._commit_param(param, param.entry, fitting.states.get(name))
+                self._commit_param(param, param.entry, match.states.get(name))
                 if param.entry.gradient_slice is not None:
                     about = self.plan.sums.get(param.param)
                     own = self.plan.gradients.get(param.param)
-                    gradients.restore(param.entry, param.entry.gradient_slice, about, own, model.home.size)
+                    gradients.restore(param.entry, param.entry.gradient_slice, about, own, model.data_ranks.size)
         for number, engine in enumerate(model.engines):
             engine.states.consolidated = None
             owned = {param for group in engine.local_groups() for param in group["params"]}
-            engine.states.wait({p: state for p, state in self.plan.waiting.items() if p in owned})
+            engine.states.waiting = {p: state for p, state in self.plan.waiting.items() if p in owned}
             for index, group in enumerate(engine.groups):
-                if (number, index) in fitting.groups:
-                    _update_group(group, values.decode(fitting.groups[number, index], self._find))
-        for saved_as, own_name in fitting.modules.items():
+                if (number, index) in match.groups:
+                    _update_group(group, values.decode(match.groups[number, index], self._find))
+        for saved_as, own_name in match.modules.items():
             model.module.get_submodule(own_name).set_extra_state(self._module_extra[saved_as])
         rng.restore(self._saved_rng(), model.device)
 
     def _commit_param(self, param: ModelParam, entry: ParamRecord, saved: str | None) -> None:
-        """Makes the counters those of the loaded weights and, where they fit, of the states saved as ``saved``."""
+        """Sets the counters that belong to the loaded weights and, where they fit, to the states of ``saved``."""
         shard, index = entry.shard, entry.index
         kinds = {} if saved is None else self._manifest.kinds[saved]
-        # The next step writes the master anew from the param, if the master does not round to it.
+        # The next step rebuilds the master from the param, if the master does not round to the param.
         entry.note_replaced()
         if "master" not in kinds and shard.masters:
-            # The checkpoint has no master, and the low bits of the present one belong to other weights.
+            # The checkpoint has no master, and the low bits of the present master belong to other weights.
             where = shard.slice_of(index).local
             shard.write_chunk("master", where.start, shard.read_chunk("param", where.start, where.stop).float())
         if saved is None:
             return
         about = self._manifest.params[saved]
-        if not about["has_state"]:  # back to before the param's first step
+        if not about["has_state"]:  # as before the param's first step
             entry.forget()
             shard.zero(index)
             entry.write_initial()
@@ -279,14 +285,14 @@ class Loading:
 
 
 def _before_writing(engine: Engine) -> None:
-    """Collective: waits until no rank gathers what is about to be overwritten; nothing gathered stays."""
-    for domain in engine.compose().domains:
+    """Collective: waits until no rank gathers params that will be overwritten, and frees gathered params."""
+    for domain in engine.ensure_domains().domains:
         if domain.sharded is not None:
             domain.gatherer.before_writes()
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """In place: schedulers hold the dict, and compiled code a learning rate that is a tensor."""
+    """Updates a param group in place: schedulers hold the dict, and compiled code holds tensor learning rates."""
     for key, value in saved.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:

@@ -1,24 +1,26 @@
-"""The manifest's bytes: JSON behind a digest of it. What is read, and what is written, was checked."""
+"""The manifest as bytes: a digest, then JSON. A manifest is checked whenever it is written or read."""
 
 import hashlib
 import json
 import re
 
 from ..errors import CheckpointError
-from .records import File, Manifest, check_apart, count, tensors_from_json, tensors_to_json
+from .records import FileInfo, Manifest, check_apart, count, tensors_from_json, tensors_to_json
 from .schema import check_schema
 
-WHOLE, IN_BLOCKS = 1, 2  # versions: the second where a param is made up of blocks
-MAX_BYTES = 1 << 30  # of a manifest: beyond this it is not even read
+WHOLE, IN_BOXES = 1, 2  # format versions: the second has params that are saved in boxes
+MAX_BYTES = 1 << 30  # a larger manifest is not read
 FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 _HEAD = '{"sha256": "%s",\n"manifest": '
 
 
 def checked(manifest: Manifest) -> Manifest:
-    """Returns it. Raises CheckpointError for what shardopt never writes: the ranges of a tensor must make it up."""
+    """Returns the manifest. Raises CheckpointError if shardopt cannot have written it."""
     wrong = [name for name in manifest.files if not FILE_NAME.fullmatch(name)]
     if wrong:
-        raise CheckpointError(f"load another checkpoint: no rank can have written the manifest's file {wrong[0]!r}.")
+        raise CheckpointError(
+            f"load another checkpoint: the manifest names the file {wrong[0]!r}, which no rank writes."
+        )
     for key, tensor in manifest.tensors.items():
         tensor.check(key, manifest.files)
     check_apart(manifest.tensors)
@@ -27,9 +29,9 @@ def checked(manifest: Manifest) -> Manifest:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Returns JSON that begins with the digest of the rest of it."""
+    """Returns JSON whose first line is the digest of the rest."""
     content = {
-        "version": IN_BLOCKS if any("blocks" in about for about in manifest.params.values()) else WHOLE,
+        "version": IN_BOXES if any("blocks" in about for about in manifest.params.values()) else WHOLE,
         "info": manifest.info,
         "params": manifest.params,
         "optimizers": manifest.optimizers,
@@ -41,7 +43,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(data: bytes, where: str) -> Manifest:
-    """Returns the checked manifest. Raises CheckpointError for anything but the bytes that :func:`to_bytes` gave."""
+    """Returns the checked manifest. Raises CheckpointError for bytes that :func:`to_bytes` did not return."""
     head = len(_HEAD % ("0" * 64))
     body = data[head:]
     if data[:head] != (_HEAD % hashlib.sha256(body).hexdigest()).encode():
@@ -51,12 +53,12 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         )
     try:
         content = json.loads(body[:-2], parse_constant=_no_constant)
-        if content["version"] not in (WHOLE, IN_BLOCKS):
+        if content["version"] not in (WHOLE, IN_BOXES):
             raise CheckpointError(
                 "update shardopt, or save again with the version that wrote this checkpoint: "
-                f"{where} has format version {content['version']}, this shardopt reads {WHOLE} and {IN_BLOCKS}."
+                f"{where} has format version {content['version']}, this shardopt reads {WHOLE} and {IN_BOXES}."
             )
-        files = {name: File(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
+        files = {name: FileInfo(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
         tensors = tensors_from_json(content["tensors"])
         return checked(Manifest(content["info"], content["params"], content["optimizers"], files, tensors))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:

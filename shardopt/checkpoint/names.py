@@ -1,4 +1,4 @@
-"""Names in the whole model, of what a module holds that is a part of it: a pipeline stage, one rank's experts."""
+"""Names in the whole model, for a module that is a part of the model: a pipeline stage, one rank's experts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# Torch puts these into names when it compiles or wraps a module: they are no part of the model.
+# torch inserts these into names when it compiles or wraps a module.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def global_names(module: nn.Module, given: Mapping[nn.Module, str]) -> Callable[[str], str]:
-    """Returns the function from the name of a param, buffer or module of ``module`` to that in the whole model.
+    """Returns the function from the name of a param, buffer or module of ``module`` to its name in the whole model.
 
     ::
 
         module = nn.Sequential(norm, experts)      {module: "layers.3", experts: "layers.3.experts.7"}
 
-        0.weight       layers.3.0.weight           the innermost module that has a name counts
+        0.weight       layers.3.0.weight           the innermost module with a name counts
         1.up.weight    layers.3.experts.7.up.weight
 
     Raises:
-        ValueError: one of the modules that were given names is not in ``module``.
+        ValueError: a module in ``given`` is not in ``module``.
     """
     named = {unwrapped(each): prefix for each, prefix in given.items()}
     prefixes: dict[str, str] = {}
@@ -35,7 +35,7 @@ def global_names(module: nn.Module, given: Mapping[nn.Module, str]) -> Callable[
     lost = [each for each in named if each not in found]
     if lost:
         raise ValueError(
-            f"names takes modules within the one that is saved or loaded: a {type(lost[0]).__name__} is not in it, so "
+            f"names takes submodules of the module that is saved or loaded: a {type(lost[0]).__name__} is not one, so "
             f"no param would be called {named[lost[0]]!r}."
         )
 
@@ -51,7 +51,7 @@ def global_names(module: nn.Module, given: Mapping[nn.Module, str]) -> Callable[
 
 
 def read_names(names: object) -> dict[nn.Module, str]:
-    """Returns what ``names=`` was given. Raises TypeError if it is not a dict of modules and texts."""
+    """Returns the argument ``names=``. Raises TypeError if it is not a dict of modules and strings."""
     if names is None:
         return {}
     if not isinstance(names, Mapping):

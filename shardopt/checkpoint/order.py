@@ -1,4 +1,4 @@
-"""The order of a whole model's params, of which ranks know a part each. Texts, no tensors."""
+"""The order of a whole model's params, of which each rank knows a part. Strings, no tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 def joined_order(parts: Sequence[Sequence[str]]) -> list[str]:
     """Returns all names of all parts, each once, in the order in which the whole model has them.
 
-    A module's own names, and those of the modules in it, come in the order of the first part that has them; modules
-    that are numbered come by number, whoever has which. Parts that are the same are the result.
+    The names of a module and of its submodules keep the order of the first part that has them; numbered modules are
+    sorted by number. If all parts are equal, the result is that part.
 
     ::
 

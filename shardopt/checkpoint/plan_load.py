@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,32 +14,41 @@ from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, FP32, BlockFormat, format_of
 from ..rules.rule import EMA
 from .assemble import Assembly, source_of, sources_of
-from .block import Block, Frame
-from .elements import flat_of, is_dense, shard_writer, strides_of, writer_of
-from .records import Key
+from .elements import flat_of, has_flat_view, shard_writer, strides_of, writer_of
+from .param_box import ParamBox, StridedBox
+from .records import TensorKey
 
 if TYPE_CHECKING:
     from .assemble import Sources
+    from .collectives import AnyRanks
     from .elements import Write
-    from .fit import Fit
-    from .meeting import Crowd
-    from .model import Model, ModelParam
+    from .match import ModelMatch
+    from .model import Model
+    from .model_param import ModelParam
     from .records import Manifest
 
 
+@dataclass(frozen=True)
+class ReadItem:
+    """Elements that this rank reads, and the call that takes them."""
+
+    assembly: Assembly
+    write: Write
+
+
 class LoadPlan:
-    """One rank's part in loading what fits. Making it allocates states that are not there yet, and changes no value.
+    """What one rank reads of a checkpoint. Making the plan allocates missing states and changes no value.
 
     Attributes:
-        targets: what is read, and what takes it, in this order.
-        gradients: of this rank alone, which were not reduced; filled like targets.
-        sums: what was saved of reduced gradients, which targets bring.
-        margins: by param, whole, of those that are bound.
-        waiting: states for params that no optimizer has bound: whole, on the host.
-        rounded: (kind, format that it was saved in, shorter one that it is kept in) -> params.
+        items: what is read, in this order.
+        gradients: this rank's own gradients, which were not reduced; ``items`` fill them.
+        sums: what was saved about reduced gradients, whose sums ``items`` fill.
+        margins: by bound param, its margins, whole; ``items`` fill them.
+        waiting: states of params that no optimizer has bound, whole, on the host; ``items`` fill them.
+        rounded: (kind, format in the file, shorter format here) -> number of params.
     """
 
-    def __init__(self, manifest: Manifest, model: Model, fit: Fit, world: Crowd):
+    def __init__(self, manifest: Manifest, model: Model, match: ModelMatch, world: AnyRanks):
         """
         Args:
             world: all ranks that load.
@@ -46,7 +56,7 @@ class LoadPlan:
         Raises:
             CheckpointError: there is no memory to load into.
         """
-        self.targets: list[tuple[Assembly, Write]] = []
+        self.items: list[ReadItem] = []
         self.gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.sums: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
         self.margins: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -56,45 +66,45 @@ class LoadPlan:
         self._accumulated: dict[str, set[str]] = defaultdict(set)
         for key, _ in manifest.of("gradients"):
             self._accumulated[manifest.param_of[key.name]].add(key.kind)
-        for name, saved in fit.params.items():
+        for name, saved in match.params.items():
             member = model.params[name]
             if member.param.is_meta:
                 raise CheckpointError(
-                    f"give the optimizer of {name!r} too, or call module.to_empty(device=...) first: it is on the meta "
-                    "device and has no memory to load into."
+                    f"give the optimizer of {name!r} too, or call module.to_empty(device=...) first: the param is on "
+                    "the meta device and has no memory to load into."
                 )
             if member.shard is None or member.shard.gathered is None:
-                self._plain(self._sources(member, saved, "param"), member.block, member.param)
+                self._plain(self._sources(member, saved, "param"), member.box, member.param)
             else:
                 self._slice(member, saved, "param")
-            if name in fit.states:
+            if name in match.states:
                 self._states(member, saved)
             self._gradients(member, saved)
-        for name in fit.buffers:
-            source, buffer = source_of(manifest, Key("buffers", name, "value")), model.buffers[name]
-            self._plain(source, Block.whole(buffer.shape), buffer)
+        for name in match.buffers:
+            source, buffer = source_of(manifest, TensorKey("buffers", name, "value")), model.buffers[name]
+            self._plain(source, ParamBox.whole(buffer.shape), buffer)
 
     def losses(self) -> tuple[str, ...]:
-        """Returns in words which of the checkpoint's precision is lost here."""
+        """Returns in words which precision of the checkpoint is lost here."""
         return tuple(
             f"{kind} of {count} params was saved in {saved} and is rounded to {kept}"
             for (kind, saved, kept), count in self.rounded.items()
         )
 
     def _sources(self, member: ModelParam, saved: str, kind: str, section: str = "params") -> Sources:
-        # A checkpoint of one part of a model holds what this rank has, whatever it is of the whole.
+        # A checkpoint of one part of a model holds the box of this rank, and does not say which box that is.
         is_of_part = "place" in self._manifest.params[saved]
-        return sources_of(self._manifest, section, saved, kind, member.block if is_of_part else None)
+        return sources_of(self._manifest, section, saved, kind, member.box if is_of_part else None)
 
-    def _bring(self, sources: Sources, frame: Frame, start: int, stop: int, write: Write) -> None:
-        """Plans elements ``[start, stop)`` of a frame; ``write`` counts from ``start``."""
-        self.targets.append((Assembly(self._manifest, sources, frame, start, stop), write))
+    def _read(self, sources: Sources, strided: StridedBox, start: int, stop: int, write: Write) -> None:
+        """Plans to read elements ``[start, stop)`` of a box; ``write`` counts from ``start``."""
+        self.items.append(ReadItem(Assembly(self._manifest, sources, strided, start, stop), write))
 
-    def _whole(self, sources: Sources, block: Block, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Plans all elements of a block. Returns the tensor that they will fill, contiguous."""
+    def _whole(self, sources: Sources, box: ParamBox, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Plans to read all elements of a box. Returns the new contiguous tensor that they will fill."""
         dtype = self._manifest.tensors[next(iter(sources))].values_dtype
-        whole = torch.empty(block.sizes, dtype=dtype, device=device)
-        self._plain(sources, block, whole)
+        whole = torch.empty(box.sizes, dtype=dtype, device=device)
+        self._plain(sources, box, whole)
         return whole
 
     def _states(self, member: ModelParam, saved: str) -> None:
@@ -106,7 +116,7 @@ class LoadPlan:
             self.margins[member.param].update(margins)
             member.shard.ensure_states(kind for kind in kinds if kind != "master")
             for kind in kinds:
-                format = "the param"  # a master that is not kept here
+                format = "the param"  # no master is kept here
                 if kind != "master" or member.shard.masters:
                     format = member.shard.format_of(kind).name
                     self._slice(member, saved, kind)
@@ -116,34 +126,30 @@ class LoadPlan:
             state = ParamState(about["step"], self._manifest.carried(saved))
             self.waiting[member.param] = state
             state.margins.update(margins)
-            state.tensors.update(
-                {kind: self._whole(self._sources(member, saved, kind), member.block) for kind in kinds}
-            )
+            state.tensors.update({kind: self._whole(self._sources(member, saved, kind), member.box) for kind in kinds})
 
     def _margins(self, member: ModelParam, saved: str) -> dict[str, torch.Tensor]:
-        """Plans the states that have a value for each row or column of the param. Returns what they will fill."""
+        """Plans to read the states with a value for each row or column. Returns the tensors that they will fill."""
         assert member.optimizer is not None
         margins, tensors = self._model.engines[member.optimizer].rule.margins, self._manifest.tensors
-        keys = {kind: Key("params", saved, kind) for kind in self._manifest.kinds[saved] if kind in margins}
+        keys = {kind: TensorKey("params", saved, kind) for kind in self._manifest.kinds[saved] if kind in margins}
         sources = {kind: (source_of(self._manifest, key), tensors[key].shape) for kind, key in keys.items()}
-        return {kind: self._whole(source, Block.whole(shape)) for kind, (source, shape) in sources.items()}
+        return {kind: self._whole(source, ParamBox.whole(shape)) for kind, (source, shape) in sources.items()}
 
     def _note_loss(self, member: ModelParam, saved: str, kind: str, format: str) -> None:
         """Notes what is rounded: other formats, and other blocks of 256 elements that share a scale."""
-        sources, box = self._sources(member, saved, kind), (member.block.offsets, member.block.sizes)
-        same = [
-            key for key, frame in sources.items() if frame[:2] == box
-        ]  # of a cut param, other ranks have the others
+        sources, own = self._sources(member, saved, kind), (member.box.offsets, member.box.sizes)
+        same = [key for key, strided in sources.items() if strided[:2] == own]  # other ranks hold the other boxes
         for key in same or sources:
             encoding = self._manifest.tensors[key].encoding or FP32.name
             is_cut_anew = not same and isinstance(FORMATS.get(encoding), BlockFormat)
             if format not in (FP32.name, encoding) or (is_cut_anew and format == encoding):
-                told = f"{encoding}, in blocks of another cut," if is_cut_anew and format == encoding else encoding
-                self.rounded[kind, told, format] += 1
+                described = f"{encoding}, in blocks of another cut," if is_cut_anew and format == encoding else encoding
+                self.rounded[kind, described, format] += 1
                 return
 
     def _slice(self, member: ModelParam, saved: str, kind: str, section: str = "params") -> None:
-        """Plans the elements of a tensor that lie in this rank's shard."""
+        """Plans to read the elements of a tensor that lie in this rank's shard."""
         shard = member.shard
         assert shard is not None
         where = shard.slice_of(member.index)
@@ -152,11 +158,11 @@ class LoadPlan:
             assert member.entry is not None and member.entry.gradient_slice is not None
             write = writer_of(member.entry.gradient_slice.total)
         stop = where.start + where.local.stop - where.local.start
-        frame = Frame.of(member.block, shard.strides(member.index))
-        self._bring(self._sources(member, saved, kind, section), frame, where.start, stop, write)
+        strided = StridedBox.of(member.box, shard.strides(member.index))
+        self._read(self._sources(member, saved, kind, section), strided, where.start, stop, write)
 
     def _gradients(self, member: ModelParam, saved: str) -> None:
-        """Plans the gradients that were accumulated since the last step."""
+        """Plans to read the gradients that were accumulated since the last step."""
         kinds = self._accumulated[saved]
         if not kinds:
             return
@@ -171,7 +177,7 @@ class LoadPlan:
             self._slice(member, saved, "reduced", "gradients")
             first = next(iter(sources))
             about = self._manifest.info.get("gradients", {}).get(first.name)
-            if about is not None:  # norms are those of one block
+            if about is not None:  # norms are those of one box
                 self.sums[member.param] = about if len(sources) == 1 else {**about, "norms": None}
             if self._manifest.tensors[first].dtype.itemsize > kept.itemsize:
                 self.rounded["gradient", FP32.name, format_of(kept, "a gradient").name] += 1
@@ -182,29 +188,31 @@ class LoadPlan:
                 f"accumulated gradients of {saved!r} under no_sync(), which {self._world.size} ranks cannot divide."
             )
         kind = str(self._world.rank)
-        key = Key("gradients", member.block.name_in(saved), kind)
+        key = TensorKey("gradients", member.box.name_in(saved), kind)
         if kind in own and key not in self._manifest.tensors:
             raise CheckpointError(
-                f"load this checkpoint in the cut that it was saved in, or save before no_sync(): rank {kind} "
-                f"accumulated a gradient of another block of {saved!r} than it has here."
+                f"load this checkpoint with the mesh that saved it, or save before no_sync(): rank {kind} accumulated "
+                f"a gradient of another box of {saved!r} than it holds here, which would be lost."
             )
         if kind in own:
-            source = {key: Frame.of(member.block, self._manifest.tensors[key].strides)}
-            self.gradients[member.param] = self._whole(source, member.block, member.param.device)
+            source = {key: StridedBox.of(member.box, self._manifest.tensors[key].strides)}
+            self.gradients[member.param] = self._whole(source, member.box, member.param.device)
 
-    def _plain(self, sources: Sources, block: Block, to: torch.Tensor) -> None:
-        """Plans all elements of a tensor that lies in memory of its own on this rank."""
-        frame = Frame.of(block, strides_of(to))
-        self._bring(sources, frame, 0, block.numel, writer_of(flat_of(to)) if is_dense(to) else _box_writer(to, frame))
+    def _plain(self, sources: Sources, box: ParamBox, to: torch.Tensor) -> None:
+        """Plans to read all elements of a tensor that has its own memory on this rank."""
+        strided = StridedBox.of(box, strides_of(to))
+        self._read(
+            sources, strided, 0, box.numel, writer_of(flat_of(to)) if has_flat_view(to) else _box_writer(to, strided)
+        )
 
 
-def _box_writer(to: torch.Tensor, frame: Frame) -> Write:
-    """Writes elements of a tensor with gaps, which has no view of all of them in one dimension."""
+def _box_writer(to: torch.Tensor, strided: StridedBox) -> Write:
+    """Writes elements of a tensor with gaps, which has no 1D view of all elements."""
 
     def write(start: int, values: torch.Tensor) -> None:
-        for low, high in frame.spans(start, start + values.numel()):
-            spans = zip(frame.offsets, low, high, strict=True)
+        for low, high in strided.corners(start, start + values.numel()):
+            spans = zip(strided.offsets, low, high, strict=True)
             box = to.detach()[tuple(slice(first - offset, last - offset) for offset, first, last in spans)]
-            box.copy_(frame.view(values, start, (low, high)))
+            box.copy_(strided.view(values, start, (low, high)))
 
     return write

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,40 +18,27 @@ from ..kernels.formats import FP32, BlockFormat
 from ..partition.layout import BLOCK
 from ..tensors.part import Part
 from . import gradients, rng, values
-from .elements import chunks_of, flat_of, reader_of, shard_reader, stream_reader, strides_of
-from .everyone import numbers_of
-from .records import NAME_OF_DTYPE, Key, Tensor
+from .elements import even_part, flat_of, host_chunks, own_part, reader_of, shard_reader, stream_reader, strides_of
+from .mesh_ranks import numbers_of
+from .records import NAME_OF_DTYPE, TensorInfo, TensorKey
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.shard import Shard
     from ..partition.comm.group import Ranks
-    from ..partition.mesh import Mesh
+    from .arguments import SaveArguments
+    from .collectives import AnyRanks
     from .elements import Read
-    from .meeting import Crowd
-    from .model import Model, ModelParam
-    from .records import Tensors
-
-
-class Request(NamedTuple):
-    """The arguments of a save, in Python's own types."""
-
-    root: Path
-    extra: dict[str, Any]
-    step: int | None
-    keep: int | None
-    asynchronous: bool
-    allow_nonfinite: bool
-    full_precision: bool
-    names: dict[nn.Module, str]
+    from .model import Model
+    from .model_param import ModelParam
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One range that this rank writes: elements ``[start, stop)`` of a tensor. ``read`` counts from ``start``."""
+class WriteItem:
+    """Elements ``[start, stop)`` of a tensor, which this rank writes. ``read`` counts from ``start``."""
 
-    key: Key
-    tensor: Tensor  # without ranges
+    key: TensorKey
+    tensor: TensorInfo  # without ranges
     start: int
     stop: int
     read: Read
@@ -66,30 +53,30 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """Name of the range in the rank's file."""
+        """The name of the range in this rank's file."""
         return f"{self.key.section}/{self.key.name}/{self.key.kind}[{self.start}:{self.stop}]"
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        return chunks_of(self.read, self.numel, self.tensor.dtype)
+        return host_chunks(self.read, self.numel, self.tensor.dtype)
 
 
 class SavePlan:
-    """One rank's part in a checkpoint.
+    """What one rank writes of a checkpoint, and what the manifest will say.
 
     Attributes:
         world: all ranks that make the checkpoint.
-        pieces: what this rank writes.
-        tensors: all that all ranks write, without ranges; but for those of one rank alone (random numbers).
+        items: what this rank writes.
+        tensors: what all ranks write, without ranges; tensors of one rank alone (random numbers) are not listed.
         shared: JSON that is the same on all ranks: params, optimizers, step.
         own: JSON of rank 0 alone, which is not compared.
         must_be_finite: an Inf or NaN in a param, master or state is an error.
-        step_is_counted: the step is the largest of any param, and was not given.
+        step_is_counted: True if the step is the largest of any param; False if the user gave it.
     """
 
-    def __init__(self, world: Crowd, must_be_finite: bool = True, step_is_counted: bool = True):
+    def __init__(self, world: AnyRanks, must_be_finite: bool = True, step_is_counted: bool = True):
         self.world, self.must_be_finite, self.step_is_counted = world, must_be_finite, step_is_counted
-        self.pieces: list[Piece] = []
-        self.tensors: Tensors = {}
+        self.items: list[WriteItem] = []
+        self.tensors: dict[TensorKey, TensorInfo] = {}
         self.shared: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
 
@@ -97,80 +84,78 @@ class SavePlan:
     def step(self) -> int:
         return int(self.shared["step"])
 
-    def add(self, key: Key, tensor: Tensor, start: int, stop: int, read: Read) -> None:
+    def add(self, key: TensorKey, tensor: TensorInfo, start: int, stop: int, read: Read) -> None:
         """Plans elements ``[start, stop)`` of a tensor."""
         if not key.is_of_one_rank:
             self.tensors[key] = tensor
-        if start < stop or key.is_of_one_rank:  # without elements too: only the piece tells that there is such a tensor
-            self.pieces.append(Piece(key, tensor, start, stop, read))
+        if start < stop or key.is_of_one_rank:  # even without elements: only the item says that there is such a tensor
+            self.items.append(WriteItem(key, tensor, start, stop, read))
 
-    def add_shared(self, key: Key, tensor: torch.Tensor, ranks: Ranks) -> None:
-        """Plans a tensor that all of these ranks have, of which each writes a part."""
-        self._add(key, tensor, *cut(tensor.numel(), ranks.size, ranks.rank))
+    def add_shared(self, key: TensorKey, tensor: torch.Tensor, ranks: Ranks) -> None:
+        """Plans a tensor that all of these ranks hold: each rank writes a part of it."""
+        self._add(key, tensor, *even_part(tensor.numel(), ranks.size, ranks.rank))
 
-    def add_of_one(self, key: Key, tensor: torch.Tensor, is_this: bool) -> None:
-        """Plans a tensor that one rank writes; ``is_this``: this one."""
+    def add_of_one(self, key: TensorKey, tensor: torch.Tensor, is_this: bool) -> None:
+        """Plans a tensor that one rank writes; ``is_this``: it is this rank."""
         self._add(key, tensor, 0, tensor.numel() if is_this else 0)
 
-    def _add(self, key: Key, tensor: torch.Tensor, first: int, last: int) -> None:
+    def _add(self, key: TensorKey, tensor: torch.Tensor, first: int, last: int) -> None:
         self.add(key, _described(key, tensor), first, last, reader_of(flat_of(tensor)[first:last]))
 
-    def keep(self, tensor: torch.Tensor) -> str:
-        """Plans a tensor that the user gave, on all ranks. Returns the name under which it will be found."""
-        return self._keep(tensor, "", self.world.rank == 0)
+    def keep(self, tensor: torch.Tensor, is_own: bool = False) -> str:
+        """Plans a tensor among encoded values. Returns its name in the checkpoint.
 
-    def keep_own(self, tensor: torch.Tensor) -> str:
-        """Plans a tensor that a module of this rank gave."""
-        return self._keep(tensor, f"{self.world.rank}." if self.world.rank else "", True)
-
-    def _keep(self, tensor: torch.Tensor, prefix: str, is_this: bool) -> str:
-        name = f"{prefix}{sum(key.section == 'extra' for key in self.tensors)}"
-        self.add_of_one(Key("extra", name, "value"), tensor.detach().clone(), is_this)
+        Args:
+            is_own: True if this rank writes it (a module's extra state), False if rank 0 does.
+        """
+        rank = self.world.rank
+        number = sum(key.section == "extra" for key in self.tensors)
+        name = f"{rank}.{number}" if is_own and rank else f"{number}"
+        self.add_of_one(TensorKey("extra", name, "value"), tensor.detach().clone(), is_own or rank == 0)
         return name
 
 
-def plan_save(model: Model, world: Crowd, request: Request) -> SavePlan:
-    """Returns the plan for the values of this moment, which knows only what this rank has. Local; reads no element.
+def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments) -> SavePlan:
+    """Returns the plan for the present values, which covers what this rank holds. Local; reads no element.
 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
     """
     model.check_savable()
-    for engine in model.engines:
-        for domain in engine.domains:
-            if not request.full_precision:
-                _check_halves(domain)
-            keep_low_bits(domain)  # their halves are saved as they are kept
-    plan = SavePlan(world, not request.allow_nonfinite, request.step is None)
+    for domain in model.domains:
+        if not arguments.full_precision:
+            _check_halves(domain)
+        keep_low_bits(domain)  # split masters are saved as they are kept
+    plan = SavePlan(world, not arguments.allow_nonfinite, arguments.step is None)
     group_of = model.groups_by_param()
     params = {
-        name: _plan_param(plan, model, member, group_of.get(member.param, {}), request.full_precision)
+        name: _plan_param(plan, model, member, group_of.get(member.param, {}), arguments.full_precision)
         for name, member in model.params.items()
     }
-    is_first, home = model.home.rank == 0, numbers_of(model.home)
+    is_first, home = model.data_ranks.rank == 0, numbers_of(model.data_ranks)
     for name, buffer in model.buffers.items():
-        # Ranks may hold other running statistics; as in DDP, those of the first one count.
+        # Running statistics may differ between ranks; as in DDP, those of the first rank count.
         if model.buffer_claims.is_planned(name, home):
-            plan.add_of_one(Key("buffers", name, "value"), buffer, is_first)
+            plan.add_of_one(TensorKey("buffers", name, "value"), buffer, is_first)
     optimizers = [_plan_optimizer(plan, model, number) for number in range(len(model.engines))]
     reduced = {
-        member.block_name: about
+        member.box_name: about
         for member in model.params.values()
         if (about := _plan_gradient(plan, member)) is not None
     }
-    step = request.step
+    step = arguments.step
     if step is None:
         step = max((each["step"] for each in params.values()), default=0)
     plan.shared = {"step": step, "params": params, "optimizers": optimizers}
-    extra = values.encode(request.extra, plan.keep, "extra")
+    extra = values.encode(arguments.extra, plan.keep, "extra")
     states = dict(_extra_states(model)) if is_first else {}
     plan.own = {
         "gradients": reduced,
         "extra": extra,
-        "module_extra": values.encode(states, plan.keep_own, "get_extra_state()"),
+        "module_extra": values.encode(states, partial(plan.keep, is_own=True), "get_extra_state()"),
     }
     for kind, state in rng.states(model.device).items():
-        plan.add_of_one(Key("rng", str(world.rank), kind), state, True)
+        plan.add_of_one(TensorKey("rng", str(world.rank), kind), state, True)
     return plan
 
 
@@ -203,41 +188,33 @@ def _plan_optimizer(plan: SavePlan, model: Model, number: int) -> dict[str, Any]
 def _plan_param(
     plan: SavePlan, model: Model, member: ModelParam, group: Mapping[str, Any], widens: bool
 ) -> dict[str, Any]:
-    """Plans a param with its master and states. Returns what the manifest says of it. ``widens``: in fp32."""
+    """Plans a param with its master and states. Returns its record in the manifest. ``widens``: writes them in fp32."""
     if member.param.is_meta:
         raise CheckpointError(f"call bind() first: {member.name!r} is on the meta device and has no values to save.")
-    state = ParamState()
-    has_state = False
-    if member.entry is not None and member.shard is not None:
-        state = ParamState(member.entry.step, member.entry.carried, margins=member.entry.margins)
-        has_state = member.entry.has_state
-    elif member.optimizer is not None:
-        loaded = model.engines[member.optimizer].states.waiting.get(member.param)
-        if loaded is not None:
-            state, has_state = loaded, True
+    state, has_state = _state_of(model, member)
     if not member.is_planned:
-        pass  # others who hold the same block write it
+        pass  # other ranks that hold the same box write it
     elif member.shard is None:
-        plan.add_shared(Key("params", member.block_name, "param"), member.param, member.holders)
+        plan.add_shared(TensorKey("params", member.box_name, "param"), member.param, member.holders)
     else:
         _plan_slice(plan, member, member.shard, "param", widens)
         if member.entry is not None and member.optimizer is not None:
-            names = model.engines[member.optimizer].rule.variant(group, member.block.shape).states if has_state else ()
+            names = model.engines[member.optimizer].rule.variant(group, member.box.shape).states if has_state else ()
             for kind in (*member.shard.masters, *(name for name in names if name in member.shard.states)):
                 _plan_slice(plan, member, member.shard, kind, widens)
     for kind, tensor in (*state.tensors.items(), *state.margins.items()):
         if isinstance(tensor, Part):
             raise CheckpointError(
                 f"take a step first, or save before loading: {kind} of {member.name!r} was loaded as a part and is "
-                "not bound yet, so the rest of it is not here."
+                "not bound yet, so this rank lacks the rest of it."
             )
         if kind in state.margins:
             if _plans_margins(model, member):
-                plan.add_shared(Key("params", member.name, kind), tensor, member.holders)
+                plan.add_shared(TensorKey("params", member.name, kind), tensor, member.holders)
         elif member.is_planned:
-            plan.add_shared(Key("params", member.block_name, kind), tensor, member.holders)
+            plan.add_shared(TensorKey("params", member.box_name, kind), tensor, member.holders)
     return {
-        **({} if member.turn is None else {"turn": list(member.turn)}),
+        **({} if member.expert_index is None else {"turn": list(member.expert_index)}),
         "aliases": list(member.aliases),
         "optimizer": member.optimizer,
         "step": state.step,
@@ -246,16 +223,27 @@ def _plan_param(
     }
 
 
+def _state_of(model: Model, member: ModelParam) -> tuple[ParamState, bool]:
+    """Returns counters and margins of a bound param, or the state that waits to be bound; and True if it has one."""
+    if member.entry is not None and member.shard is not None:
+        state = ParamState(member.entry.step, member.entry.carried, margins=member.entry.margins)
+        return state, member.entry.has_state
+    waiting = None
+    if member.optimizer is not None:
+        waiting = model.engines[member.optimizer].states.waiting.get(member.param)
+    return waiting or ParamState(), waiting is not None
+
+
 def _plans_margins(model: Model, member: ModelParam) -> bool:
-    """True if the ranks that hold this block write the margins, which all have whole: those of the first block do."""
-    blocks = model.claims.blocks.get(member.name)
-    if blocks is None:
+    """True if the holders of this box write the margins, which all ranks hold: holders of the first box do."""
+    boxes = model.claims.boxes.get(member.name)
+    if boxes is None:
         return member.is_planned
-    return member.block == blocks[0] and model.claims.writers[member.block_name] == tuple(numbers_of(member.holders))
+    return member.box == boxes[0] and model.claims.writers[member.box_name] == tuple(numbers_of(member.holders))
 
 
 def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
-    """Plans the gradient that was accumulated since the last step. Returns what all ranks know of its sum."""
+    """Plans the gradient that was accumulated since the last step. Returns what is known of its sum."""
     slot, grad = (None, None) if member.entry is None else (member.entry.gradient_slice, member.entry.grad)
     about = None
     if slot is None or grad is None or member.shard is None:
@@ -265,60 +253,46 @@ def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
         own = slot.pending
         if not slot.is_used:
             about = gradients.describe(slot)
-            tensor = Tensor(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
-            key, where = Key("gradients", member.block_name, "reduced"), member.shard.slice_of(member.index)
+            tensor = TensorInfo(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
+            key, where = TensorKey("gradients", member.box_name, "reduced"), member.shard.slice_of(member.index)
             assert member.domain is not None
-            first, last = _own_cut(slot.total.numel(), member.domain.mesh)
+            first, last = own_part(slot.total.numel(), member.domain.mesh)
             read = reader_of(slot.summed()[0][first:last])
             if member.is_planned:
                 plan.add(key, tensor, where.start + first, where.start + last, read)
     if own is not None:  # accumulated under no_sync()
-        plan.add_of_one(Key("gradients", member.block_name, str(plan.world.rank)), own, True)
+        plan.add_of_one(TensorKey("gradients", member.box_name, str(plan.world.rank)), own, True)
     return about
 
 
 def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, widens: bool) -> None:
-    """Plans a param in its dtype; a master or state in its format, with the scales of its blocks, or in fp32."""
+    """Plans this rank's slice: a param in its dtype, a master or state in its format with its scales, or in fp32."""
     assert member.domain is not None
-    key, where = Key("params", member.block_name, kind), shard.slice_of(member.index)
-    first, last = _own_cut(where.local.stop - where.local.start, member.domain.mesh)
+    key, where = TensorKey("params", member.box_name, kind), shard.slice_of(member.index)
+    first, last = own_part(where.local.stop - where.local.start, member.domain.mesh)
     format = None if kind == "param" or widens else shard.format_of(kind)
     dtype = member.param.dtype if kind == "param" else torch.float32
-    tensor = Tensor(tuple(member.param.shape), shard.strides(member.index), dtype, ())
+    tensor = TensorInfo(tuple(member.param.shape), shard.strides(member.index), dtype, ())
     read = shard_reader(shard, kind, where.local.start + first)
     if format not in (None, FP32):
         tensor = replace(tensor, dtype=format.dtype, encoding=format.name)
         read = stream_reader(shard, kind, where.local.start + first)
     plan.add(key, tensor, where.start + first, where.start + last, read)
     if isinstance(format, BlockFormat):
-        blocks = Tensor((-(-member.param.numel() // BLOCK),), (1,), torch.float32, ())
+        blocks = TensorInfo((-(-member.param.numel() // BLOCK),), (1,), torch.float32, ())
         start, begin = where.start // BLOCK, first // BLOCK
-        end = (
-            -(-last // BLOCK) if first < last else begin
-        )  # a replica that writes nothing has its cut inside of a block
+        end = -(-last // BLOCK) if first < last else begin  # a replica that writes nothing may be cut inside of a block
         read = stream_reader(shard, scales_name(kind), where.local.start + begin * BLOCK, BLOCK)
         plan.add(key.scales, blocks, start + begin, start + end, read)
 
 
-def cut(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns the first and the last element of part ``index``, when elements are divided evenly, in whole blocks."""
-    blocks = (numel + BLOCK - 1) // BLOCK
-    step = (blocks + parts - 1) // parts * BLOCK
-    return min(index * step, numel), min((index + 1) * step, numel)
-
-
-def _own_cut(numel: int, mesh: Mesh) -> tuple[int, int]:
-    """Returns the part of a slice that this rank writes: each of the ranks that hold copies of it writes one."""
-    return cut(numel, mesh.replicate.size, mesh.replicate.rank)
-
-
-def _described(key: Key, tensor: torch.Tensor) -> Tensor:
+def _described(key: TensorKey, tensor: torch.Tensor) -> TensorInfo:
     if tensor.dtype not in NAME_OF_DTYPE or tensor.layout is not torch.strided or isinstance(tensor, Part):
         raise CheckpointError(
             f"convert {key} to a dense tensor of a common dtype first: it is a {type(tensor).__name__} of "
             f"{tensor.dtype} and layout {tensor.layout}, which the file format cannot hold. Nothing was saved."
         )
-    return Tensor(tuple(tensor.shape), strides_of(tensor), tensor.dtype, ())
+    return TensorInfo(tuple(tensor.shape), strides_of(tensor), tensor.dtype, ())
 
 
 def _extra_states(model: Model) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""States made before the first step, for those who fill what they find: torch's distributed checkpoint."""
+"""Makes states before the first step, for loaders that fill existing states: torch's distributed checkpoint."""
 
 import torch
 
@@ -8,22 +8,22 @@ from ..optim.optimizer import ShardedOptimizer
 
 @torch.no_grad()
 def prepare_states(optimizer: ShardedOptimizer) -> None:
-    """Collective: gives every param that has no state yet the one from which a first step begins.
+    """Collective: gives every param without a state the state that precedes a first step.
 
-    ``torch.distributed.checkpoint.load({"optim": optimizer}, ...)`` fills the states that there are. A new optimizer
-    has none, so nothing would be loaded, silently: call this before. Params are bound here, as at the first
-    step: move, cast and wrap the model before. (:func:`load_checkpoint` needs no such call.)
+    ``torch.distributed.checkpoint.load({"optim": optimizer}, ...)`` fills existing states. A new optimizer has none, so
+    it would load nothing, without an error: call this first. It binds the params, as the first step does: move, cast
+    and wrap the model before. (:func:`load_checkpoint` needs no such call.)
 
     Raises:
-        StateError: the rule hands scalars on from step to step (NAdam, ASGD), which only a step can begin.
+        StateError: the rule carries scalars from step to step (NAdam, ASGD), which only a step can compute.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(f"prepare_states() takes one of shardopt's optimizers, found {type(optimizer).__name__}.")
     rule = optimizer.rule
     if rule.carried:
         raise StateError(
-            f"{rule.name} hands on {list(rule.carried)} from step to step, and what they are before the first one "
-            "only a step can tell: take one, then load over it."
+            f"take a step, then load: {rule.name} carries {list(rule.carried)} from step to step, and only a step "
+            "computes their first values."
         )
     optimizer.engine.ensure_bound()
     for group in optimizer.engine.local_groups():

@@ -1,16 +1,16 @@
-"""Directories of checkpoints: made under a name that nobody reads, published by one rename, removed by another.
+"""Directories of checkpoints: made under a name that no reader looks for, published by one rename, removed by another.
 
-[Note: What a crash leaves] The order in which things become durable decides it:
+[Note: What a crash leaves] This depends on the order in which files and names become durable:
 
-1. ``saving-<token>/owner-<token>``: from here on the directory is known as ours;
+1. ``saving-<token>/owner-<token>``: it marks the directory as made by shardopt;
 2. the ranks' files, then the manifest: content first, then names;
-3. the rename to ``<sequence>-step<step>-<token>``: the checkpoint exists, whole, for whoever lists the directory;
-4. ``latest``, by a rename too: it names a checkpoint that exists;
-5. old ones, once the new one was verified: renamed to ``removing-<token>`` before their first file goes.
+3. the rename to ``<sequence>-step<step>-<token>``: from here on the checkpoint exists, whole;
+4. ``latest``, replaced by a rename too: it names a checkpoint that exists;
+5. old checkpoints, once the new one is verified: each is renamed to ``removing-<token>`` before its files are removed.
 
 Leftovers are ``saving-`` and ``removing-`` directories whose owner's lock is free, because its process ended. A save
-begins under one lock of the directory: it looks for live owners and collects leftovers. It holds its own owner's lock
-until all of the above is done. So no save removes files that another one writes: the second save gets an error.
+begins under a lock of the whole directory: it looks for live owners and removes leftovers. It holds its own owner's
+lock until all of the above is done. So no save removes files that another save writes: the second save gets an error.
 """
 
 import re
@@ -35,14 +35,19 @@ _PART = re.compile(r"rank-\d{5}\.json")
 _MOST_OF_A_POINTER = 256
 
 
-@dataclass(frozen=True)
-class Site:
-    """The directory that one checkpoint is written in, and its name once it is published. The same on all ranks."""
+@dataclass
+class NewCheckpoint:
+    """A checkpoint that is being written: its directory, and the name that it is published under.
+
+    Attributes:
+        lock: on rank 0, of the owner's file, until :meth:`release`; all else is the same on all ranks.
+    """
 
     root: Path
     sequence: int
     step: int
     token: str
+    lock: int | None = None
 
     @property
     def saving(self) -> Path:
@@ -54,21 +59,27 @@ class Site:
 
     @property
     def owner(self) -> Path:
-        return _sign_of(self.saving)
+        return _owner_file(self.saving)
+
+    def release(self) -> None:
+        """Releases the lock: nothing is written any more."""
+        if self.lock is not None:
+            files.release(self.lock)
+            self.lock = None
 
 
-def begin(root: Path, step: int) -> tuple[Site, int]:
-    """Rank 0: collects what crashes left, and makes the directory to write in; its lock is released at the end.
+def begin(root: Path, step: int) -> NewCheckpoint:
+    """Rank 0: removes what crashes left, and makes the directory to write in, locked.
 
     Raises:
-        CheckpointError: another save into ``root`` goes on.
+        CheckpointError: another save into ``root`` is under way.
     """
     if not files.is_directory(root):
         files.make_directories(root)
     with _alone(root):
         _check_free(root)
         collect(root)
-        return _make_site(root, step)
+        return _make_target(root, step)
 
 
 @contextmanager
@@ -86,12 +97,13 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _check_free(root: Path) -> None:
-    """Raises CheckpointError if what lies in ``root`` is being written; called alone, so that none begins meanwhile."""
+    """Raises CheckpointError if a checkpoint in ``root`` is being written. The caller holds the lock of ``root``."""
     for name in files.names(root):
         if _LEFTOVER.fullmatch(name):
             _check_unowned(root, root / name)
-    # Only now: a directory that was renamed before its turn came is among these. Listed sooner, it was in neither list,
-    # and its pointer to the latest was collected (test_a_checkpoint_that_is_published_meanwhile_is_another_jobs).
+    # Listed after the loop: a directory that was published during the loop is among these. Listed before, it would be
+    # in neither list, and its `latest-` file would be removed. Test:
+    # test_a_checkpoint_that_is_published_meanwhile_is_another_jobs.
     there = published(root)
     for path in there:
         if sequence_of(path) == sequence_of(there[-1]):
@@ -101,8 +113,8 @@ def _check_free(root: Path) -> None:
 def _check_unowned(root: Path, path: Path) -> None:
     if _is_ours(path):
         try:
-            is_held = files.is_held(_sign_of(path))
-        except CheckpointError:  # renamed just now, and looked at under its new name
+            is_held = files.is_held(_owner_file(path))
+        except CheckpointError:  # renamed just now; it is checked under its new name
             return
         if is_held:
             raise _taken(root, path)
@@ -115,34 +127,34 @@ def _taken(root: Path, found: Path) -> CheckpointError:
     )
 
 
-def _make_site(root: Path, step: int) -> tuple[Site, int]:
-    site = Site(root, 1 + max(map(sequence_of, published(root)), default=0), step, secrets.token_hex(8))
-    files.make_directory(site.saving)
-    lock = files.create(site.owner)
+def _make_target(root: Path, step: int) -> NewCheckpoint:
+    target = NewCheckpoint(root, 1 + max(map(sequence_of, published(root)), default=0), step, secrets.token_hex(8))
+    files.make_directory(target.saving)
+    target.lock = files.create(target.owner)
     try:
-        files.hold(lock)
-        files.sync(lock)
-        files.sync_directory(site.saving)
+        files.hold(target.lock)
+        files.sync(target.lock)
+        files.sync_directory(target.saving)
         files.sync_directory(root)
     except BaseException:
-        files.release(lock)  # if it stayed held, the directory would look as if a save went on
+        target.release()  # a lock that stays held makes the directory look as if it were being written
         raise
-    return site, lock
+    return target
 
 
-def publish(site: Site, manifest: bytes) -> None:
-    """Rank 0: publishes the checkpoint, once all ranks' files are durable. When this returns, the checkpoint is too."""
-    files.write_file(site.saving / MANIFEST, manifest)
-    for name in files.names(site.saving):
-        if _PART.fullmatch(name):  # all of it is in the manifest
-            files.remove(site.saving / name)
-    files.sync_directory(site.saving)
-    files.rename(site.saving, site.published)
-    files.sync_directory(site.root)
-    pointer = site.root / f"{LATEST}-{site.token}"
-    files.write_file(pointer, f"{site.published.name}\n".encode())
-    files.rename(pointer, site.root / LATEST)
-    files.sync_directory(site.root)
+def publish(target: NewCheckpoint, manifest: bytes) -> None:
+    """Rank 0: publishes the checkpoint once all ranks' files are durable. On return the checkpoint is durable."""
+    files.write_file(target.saving / MANIFEST, manifest)
+    for name in files.names(target.saving):
+        if _PART.fullmatch(name):  # its content is in the manifest
+            files.remove(target.saving / name)
+    files.sync_directory(target.saving)
+    files.rename(target.saving, target.published)
+    files.sync_directory(target.root)
+    pointer = target.root / f"{LATEST}-{target.token}"
+    files.write_file(pointer, f"{target.published.name}\n".encode())
+    files.rename(pointer, target.root / LATEST)
+    files.sync_directory(target.root)
 
 
 def published(root: Path) -> list[Path]:
@@ -158,10 +170,10 @@ def sequence_of(path: Path) -> int:
 
 
 def find(directory: Path) -> Path:
-    """The checkpoint that a user means by a directory: itself, or the one that ``latest`` names, or else the newest.
+    """Returns the checkpoint that a user means by a directory: itself, else the one in ``latest``, else the newest.
 
     Raises:
-        CheckpointError: there is none, or ``latest`` names one that is not there.
+        CheckpointError: there is no checkpoint, or ``latest`` names a missing one.
     """
     if files.is_file(directory / MANIFEST):
         return directory
@@ -172,18 +184,18 @@ def find(directory: Path) -> Path:
         )
     there = published(directory)
     if not files.is_file(directory / LATEST):
-        if there:  # the process ended between the publication of the very first one and its pointer
+        if there:  # a process ended after it published the first checkpoint and before it wrote `latest`
             return there[-1]
         raise CheckpointError(
-            f"{directory} holds no checkpoint (no {LATEST!r}, no {MANIFEST!r}): give the directory that "
-            "save_checkpoint() was given, or start without one."
+            "give the directory that save_checkpoint() was given, or start without a checkpoint: "
+            f"{directory} holds no checkpoint (no {LATEST!r}, no {MANIFEST!r})."
         )
     name = files.read_file(directory / LATEST, _MOST_OF_A_POINTER)
     target = next((path for path in there if f"{path.name}\n".encode() == name), None)
     if target is None:
         raise CheckpointError(
-            f"{directory / LATEST} names {name[:80]!r}, which is not there: it was changed, or others removed the "
-            f"checkpoint. Load one of these by its own path: {[path.name for path in there]}."
+            f"load one of these by its own path: {[path.name for path in there]}. {directory / LATEST} names "
+            f"{name[:80]!r}, which is not there: the file was changed, or somebody removed the checkpoint."
         )
     return target
 
@@ -192,7 +204,7 @@ def find(directory: Path) -> Path:
 
 
 def rotate(root: Path, keep: int, newest: Path) -> None:
-    """Rank 0: removes all but the ``keep`` newest checkpoints; ``newest``, just verified, stays in any case."""
+    """Rank 0: removes all but the ``keep`` newest checkpoints; ``newest``, which was just verified, always stays."""
     older = [path for path in published(root) if path != newest]
     for path in filter(_is_ours, older[: max(len(older) - (keep - 1), 0)]):
         leaving = root / f"removing-{_token_of(path)}"
@@ -202,45 +214,45 @@ def rotate(root: Path, keep: int, newest: Path) -> None:
 
 
 def collect(root: Path) -> None:
-    """Removes what crashes left in ``root``; not what has no token of ours, or is being written by a process."""
+    """Removes what crashes left in ``root``: only directories of ours that no process is writing."""
     for name in files.names(root):
         path = root / name
         if _POINTER.fullmatch(name) and files.is_file(path):
             files.remove(path)
         elif _LEFTOVER.fullmatch(name) and files.is_directory(path):
-            if not files.names(path):  # its process ended before it made the owner's file, or after it removed that
+            if not files.names(path):  # its process ended before it made the owner's file, or after it removed it
                 files.remove_directory(path)
-            elif _is_ours(path) and not files.is_held(_sign_of(path)):
+            elif _is_ours(path) and not files.is_held(_owner_file(path)):
                 _empty(path)
 
 
 def _token_of(path: Path) -> str:
-    """Returns the token of a directory of ours, with which its name ends in all its life."""
+    """Returns the token of a directory of ours: the end of its name, whatever it is renamed to."""
     return path.name[-16:]
 
 
-def _sign_of(path: Path) -> Path:
+def _owner_file(path: Path) -> Path:
     return path / f"owner-{_token_of(path)}"
 
 
 def _is_ours(path: Path) -> bool:
-    return files.is_file(_sign_of(path))
+    return files.is_file(_owner_file(path))
 
 
 def _empty(path: Path) -> None:
-    """Removes the files that we make and, if nothing else is there, the directory; the owner's sign goes last."""
-    sign = _sign_of(path)
+    """Removes the files that we make and, if nothing else is there, the directory; the owner's file is removed last."""
+    owner = _owner_file(path)
     there = files.names(path)
     for name in there:
-        if _OURS.fullmatch(name) and name != sign.name and files.is_file(path / name):
+        if _OURS.fullmatch(name) and name != owner.name and files.is_file(path / name):
             files.remove(path / name)
     if all(_OURS.fullmatch(name) for name in there):
         files.sync_directory(path)
-        files.remove(sign)
+        files.remove(owner)
         files.remove_directory(path)
 
 
-def abandon(site: Site) -> None:
-    """Rank 0: gives the checkpoint up: removes its directory, or leaves it to be collected."""
-    if files.is_directory(site.saving) and _is_ours(site.saving):
-        _empty(site.saving)
+def abandon(target: NewCheckpoint) -> None:
+    """Rank 0: removes the directory of a checkpoint that failed; what it cannot remove, the next save removes."""
+    if files.is_directory(target.saving) and _is_ours(target.saving):
+        _empty(target.saving)

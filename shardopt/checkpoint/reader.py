@@ -1,4 +1,4 @@
-"""Reads a published checkpoint a chunk at a time, and proves each chunk by its checksum."""
+"""Reads a published checkpoint a chunk at a time, and verifies each chunk by its checksum."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .publish import MANIFEST, published
 from .records import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from .records import Key, Manifest, Range, Tensor
+    from .records import Manifest, SavedRange, TensorInfo, TensorKey
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Elements ``[start, stop)`` of a tensor that are read and proven together."""
+class FileChunk:
+    """Elements ``[start, stop)`` of a tensor that lie in a file under one checksum."""
 
-    key: Key
+    key: TensorKey
     dtype: torch.dtype
     file: str
     start: int
@@ -42,8 +42,10 @@ class Chunk:
         return (self.stop - self.start) * self.dtype.itemsize
 
 
-def chunks_of_range(key: Key, tensor: Tensor, each: Range, start: int, stop: int) -> Iterator[Chunk]:
-    """Yields the chunks of a range that hold some of the elements ``[start, stop)``."""
+def file_chunks_of_range(
+    key: TensorKey, tensor: TensorInfo, each: SavedRange, start: int, stop: int
+) -> Iterator[FileChunk]:
+    """Yields the chunks of a range that hold any of the elements ``[start, stop)``."""
     step = CHUNK_BYTES // tensor.dtype.itemsize
     first, last = max(start, each.start) - each.start, min(stop, each.stop) - each.start
     if first >= last:
@@ -52,23 +54,23 @@ def chunks_of_range(key: Key, tensor: Tensor, each: Range, start: int, stop: int
         begin = each.start + index * step
         end = min(begin + step, each.stop)
         offset = each.offset + index * CHUNK_BYTES
-        yield Chunk(key, tensor.dtype, each.file, begin, end, offset, each.checksums[index])
+        yield FileChunk(key, tensor.dtype, each.file, begin, end, offset, each.checksums[index])
 
 
-def chunks_of(key: Key, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
-    """Yields all chunks that hold some of ``[start, stop)``, in the order of the elements."""
+def file_chunks(key: TensorKey, tensor: TensorInfo, start: int = 0, stop: int | None = None) -> Iterator[FileChunk]:
+    """Yields all chunks that hold any of the elements ``[start, stop)``, in the order of the elements."""
     stop = tensor.numel if stop is None else stop
     for each in sorted(tensor.ranges, key=lambda each: each.start):
-        yield from chunks_of_range(key, tensor, each, start, stop)
+        yield from file_chunks_of_range(key, tensor, each, start, stop)
 
 
 class Checkpoint:
-    """Open files of one checkpoint. For one reader at a time: chunks are read into one buffer."""
+    """The open files of one checkpoint. Not for several threads: all chunks are read into one buffer."""
 
     def __init__(self, path: Path):
         """
         Raises:
-            CheckpointError: the manifest is missing, or not as it was written.
+            CheckpointError: the manifest is missing or was changed.
         """
         self.path = path
         data = files.read_file(path / MANIFEST, MAX_BYTES)
@@ -86,11 +88,11 @@ class Checkpoint:
             files.close(file)
         self._open = {}
 
-    def read(self, chunk: Chunk) -> torch.Tensor:
+    def read(self, chunk: FileChunk) -> torch.Tensor:
         """Returns the chunk's elements, 1D on the host; the next call overwrites them.
 
         Raises:
-            CheckpointError: they are not those that were saved.
+            CheckpointError: the elements differ from what was saved.
         """
         buffer = self._bytes[: chunk.nbytes]
         if files.read_into(self._file(chunk.file), buffer, chunk.offset) < chunk.nbytes:
@@ -99,7 +101,7 @@ class Checkpoint:
             raise self._damaged(chunk, "its bytes do not match their checksum")
         return self._buffer[: chunk.nbytes].view(chunk.dtype)
 
-    def values(self, chunk: Chunk) -> torch.Tensor:
+    def values(self, chunk: FileChunk) -> torch.Tensor:
         """Returns the values of the chunk's elements, 1D on the host; the next call may overwrite them."""
         encoding, items = self.manifest.tensors[chunk.key].encoding, self.read(chunk)
         if not encoding:
@@ -112,28 +114,29 @@ class Checkpoint:
             return codecs.join(self.range(_param_of(chunk.key), chunk.start, chunk.stop), items, format)
         return items.float()
 
-    def range(self, key: Key, start: int, stop: int) -> torch.Tensor:
+    def range(self, key: TensorKey, start: int, stop: int) -> torch.Tensor:
         """Returns elements ``[start, stop)`` as they were saved, 1D, in new memory."""
         tensor = self.manifest.tensors[key]
         flat = torch.empty(stop - start, dtype=tensor.dtype)
-        for chunk in chunks_of(key, tensor, start, stop):
+        for chunk in file_chunks(key, tensor, start, stop):
             first, last = max(chunk.start, start), min(chunk.stop, stop)
             flat[first - start : last - start] = self.read(chunk)[first - chunk.start : last - chunk.start]
         return flat
 
-    def whole(self, key: Key) -> torch.Tensor:
+    def whole(self, key: TensorKey) -> torch.Tensor:
         """Returns the values of a whole tensor, on the host, in new memory."""
         tensor = self.manifest.tensors[key]
         flat = torch.empty(tensor.numel, dtype=tensor.values_dtype)
-        for chunk in chunks_of(key, tensor):
+        for chunk in file_chunks(key, tensor):
             flat[chunk.start : chunk.stop] = self.values(chunk)
         return flat.as_strided(tensor.shape, tensor.strides)
 
     def check_file(self, name: str) -> None:
-        """Raises CheckpointError unless a file is the one that belongs here; its elements are not read."""
+        """Raises CheckpointError unless the file has the size and header of the manifest. Reads no element."""
         self._file(name)
 
     def _file(self, name: str) -> int:
+        """Returns the open file, which is checked when it is opened."""
         if name not in self._open:
             file = files.open_file(self.path / name)
             try:
@@ -149,14 +152,14 @@ class Checkpoint:
         if nbytes != expected.nbytes:
             raise CheckpointError(
                 f"{self._advice()} {self.path / name} has {nbytes} bytes, {expected.nbytes} were written: it was "
-                f"truncated or replaced. It holds {self._content(name)}."
+                f"truncated or replaced. It should hold {self._content(name)}."
             )
         head = bytearray(expected.header_bytes)
         files.read_into(file, memoryview(head), 0)
         if hashlib.sha256(head).hexdigest() != expected.header_sha256:
             raise CheckpointError(
-                f"{self._advice()} The header of {self.path / name} is not the one that was written: the file was "
-                f"damaged, or is that of another rank or checkpoint. It should hold {self._content(name)}."
+                f"{self._advice()} The header of {self.path / name} differs from what was written: the file was "
+                f"damaged, or belongs to another rank or checkpoint. It should hold {self._content(name)}."
             )
 
     def _content(self, name: str) -> str:
@@ -168,7 +171,7 @@ class Checkpoint:
         ]
         return ", ".join(held[:3]) + (f" and {len(held) - 3} more ranges" if len(held) > 3 else "")
 
-    def _damaged(self, chunk: Chunk, what: str) -> CheckpointError:
+    def _damaged(self, chunk: FileChunk, what: str) -> CheckpointError:
         return CheckpointError(
             f"{self._advice()} {self.path / chunk.file} is damaged, bytes {chunk.offset} to "
             f"{chunk.offset + chunk.nbytes}, elements [{chunk.start}:{chunk.stop}] of {chunk.key}: {what}."
@@ -178,19 +181,19 @@ class Checkpoint:
         others: list[str] = []
         with suppress(OSError):
             others = [path.name for path in published(self.path.parent) if path.name != self.path.name][-3:]
-        return f"Load another checkpoint ({', '.join(others) or 'there is none beside this one'})."
+        return f"Load another checkpoint ({', '.join(others) or 'this directory holds no other one'})."
 
 
-def needed_chunks(manifest: Manifest, key: Key, start: int, stop: int) -> Iterator[Chunk]:
-    """Yields all chunks that the values of these elements are made of."""
+def needed_chunks(manifest: Manifest, key: TensorKey, start: int, stop: int) -> Iterator[FileChunk]:
+    """Yields all chunks that are needed for the values of these elements, with those of their scales or params."""
     tensor = manifest.tensors[key]
-    yield from chunks_of(key, tensor, start, stop)
+    yield from file_chunks(key, tensor, start, stop)
     format = FORMATS.get(tensor.encoding)
     if isinstance(format, BlockFormat):
-        yield from chunks_of(key.scales, manifest.tensors[key.scales], start // BLOCK, -(-stop // BLOCK))
+        yield from file_chunks(key.scales, manifest.tensors[key.scales], start // BLOCK, -(-stop // BLOCK))
     elif format in (SPLIT, SPLIT24):
-        yield from chunks_of(_param_of(key), manifest.tensors[_param_of(key)], start, stop)
+        yield from file_chunks(_param_of(key), manifest.tensors[_param_of(key)], start, stop)
 
 
-def _param_of(key: Key) -> Key:
+def _param_of(key: TensorKey) -> TensorKey:
     return key._replace(kind="param")

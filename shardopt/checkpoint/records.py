@@ -1,4 +1,4 @@
-"""The manifest, and its records: one for each tensor and file, frozen, turned into JSON and back."""
+"""The manifest and its records, one for each tensor and file: frozen, converted to JSON and back."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
-from .block import Block
+from .param_box import ParamBox, boxes_of
 
-# Elements are read, proven and written in chunks of this size; larger reads gained nothing on two kinds of disk.
+# Elements are read, verified and written in chunks of this size; larger reads gained nothing on two kinds of disk.
 CHUNK_BYTES = 4 << 20
 
 DTYPES = {
@@ -36,7 +36,7 @@ _SCALES = ".scales"
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Key(NamedTuple):
+class TensorKey(NamedTuple):
     """One tensor of a checkpoint: ("params", "layer.weight", "exp_avg"), ("buffers", "norm.mean", "value"), ..."""
 
     section: str  # one of SECTIONS
@@ -45,17 +45,17 @@ class Key(NamedTuple):
 
     @property
     def is_of_one_rank(self) -> bool:
-        """True if one rank alone has the tensor, so that ranks cannot compare it."""
+        """True if only one rank has the tensor, so that ranks cannot compare it."""
         return self.section == "rng" or (self.section == "gradients" and self.kind != "reduced")
 
     @property
-    def scales(self) -> "Key":
-        """The key of the tensor that holds the scales of this one's blocks."""
+    def scales(self) -> "TensorKey":
+        """The key of the tensor that holds the scales of this tensor's blocks."""
         return self._replace(kind=f"{self.kind}{_SCALES}")
 
     @property
     def is_of_scales(self) -> bool:
-        """True for a tensor of scales, which means nothing without the tensor that they belong to."""
+        """True for a tensor of scales, which is only read with the tensor that they scale."""
         return self.section == "params" and self.kind.endswith(_SCALES)
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Range:
-    """Elements ``[start, stop)`` of a tensor, in storage order, in one piece in one file.
+class SavedRange:
+    """Elements ``[start, stop)`` of a tensor, in storage order, contiguous in one file.
 
     Attributes:
-        offset: where their bytes begin in the file.
-        checksums: of each chunk of ``CHUNK_BYTES`` of them.
+        offset: of their first byte in the file.
+        checksums: one for each chunk of ``CHUNK_BYTES``.
     """
 
     start: int
@@ -82,31 +82,31 @@ class Range:
         return {"start": self.start, "stop": self.stop, "file": self.file, "offset": self.offset, "crc32": sums}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "Range":
+    def from_json(value: Mapping[str, Any]) -> "SavedRange":
         text = value["crc32"]
         sums = tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
-        return Range(count(value["start"]), count(value["stop"]), value["file"], count(value["offset"]), sums)
+        return SavedRange(count(value["start"]), count(value["stop"]), value["file"], count(value["offset"]), sums)
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor.
+class TensorInfo:
+    """Shape, dtype and place of one saved tensor.
 
     Attributes:
-        strides: say in which order its elements are numbered (0, 1, ... along storage).
-        encoding: the format (see ``kernels/formats.py``) that items of this dtype stand for fp32 values in; empty where
-            they are the values.
+        strides: give the order in which the elements are numbered (0, 1, ... along storage).
+        encoding: the format (see ``kernels/formats.py``) in which elements of this dtype encode fp32 values; empty if
+            the elements are the values.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    ranges: tuple[Range, ...]
+    ranges: tuple[SavedRange, ...]
     encoding: str = ""
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """The dtype of the values that the elements stand for."""
+        """The dtype of the decoded values."""
         return torch.float32 if self.encoding else self.dtype
 
     @property
@@ -120,16 +120,16 @@ class Tensor:
         return {"shape": list(self.shape), "strides": list(self.strides), "dtype": dtype, **encoding, "ranges": ranges}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "Tensor":
+    def from_json(value: Mapping[str, Any]) -> "TensorInfo":
         shape, strides = (tuple(count(each) for each in value[key]) for key in ("shape", "strides"))
-        ranges = tuple(Range.from_json(each) for each in value["ranges"])
+        ranges = tuple(SavedRange.from_json(each) for each in value["ranges"])
         encoding = value.get("encoding", "")
         if encoding and encoding not in FORMATS:
             raise ValueError(f"the encoding {encoding!r} is not known")
-        return Tensor(shape, strides, DTYPES[value["dtype"]], ranges, encoding)
+        return TensorInfo(shape, strides, DTYPES[value["dtype"]], ranges, encoding)
 
-    def check(self, key: Key, files: Mapping[str, "File"]) -> None:
-        """Raises CheckpointError unless the ranges make up the tensor and lie within their files."""
+    def check(self, key: TensorKey, files: Mapping[str, "FileInfo"]) -> None:
+        """Raises CheckpointError unless the ranges cover the tensor once and lie within their files."""
         size = self.dtype.itemsize
         ordered = sorted(self.ranges, key=lambda each: each.start)
         ends = [0, *(each.stop for each in ordered)], [*(each.start for each in ordered), self.numel]
@@ -148,66 +148,63 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class File:
-    """One rank's file. The digest of its header ties the file to this checkpoint."""
+class FileInfo:
+    """One rank's file. The digest of its header identifies the file as part of this checkpoint."""
 
     nbytes: int
     header_bytes: int
     header_sha256: str
 
 
-Tensors = dict[Key, Tensor]
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """Everything of a checkpoint but the elements.
+    """All of a checkpoint but the elements.
 
     Attributes:
         info: JSON: token, sequence, step, world, versions, and the encoded ``extra``.
         params: by name: aliases (names that are tied to it), optimizer (its index, or None), step, carried, has_state;
-            shape and blocks where several tensors make it up, each a block of its elements (see ``block.py``).
+            "shape" and "blocks" (offsets and sizes) of a param that is saved in boxes (see ``param_box.py``); "turn"
+            (index, number) where several experts have the name.
         optimizers: rule, whether it counts steps, groups (params by name, encoded values).
     """
 
     info: Mapping[str, Any]
     params: Mapping[str, Any]
     optimizers: Sequence[Any]
-    files: Mapping[str, File]
-    tensors: Mapping[Key, Tensor]
+    files: Mapping[str, FileInfo]
+    tensors: Mapping[TensorKey, TensorInfo]
 
-    def of(self, section: str) -> Iterator[tuple[Key, Tensor]]:
+    def of(self, section: str) -> Iterator[tuple[TensorKey, TensorInfo]]:
         return ((key, tensor) for key, tensor in self.tensors.items() if key.section == section)
 
     @cached_property
-    def blocks(self) -> dict[str, dict[str, Block]]:
-        """By param: name of its tensors -> the block of its elements that they hold."""
+    def boxes(self) -> dict[str, dict[str, ParamBox]]:
+        """By param: name of a box -> the box. A param that is not cut has one box, of its own name."""
         found = {}
         for name, about in self.params.items():
             if "blocks" not in about:
-                shape = self.tensors[Key("params", name, "param")].shape
-                found[name] = {name: Block.whole(shape)}
+                shape = self.tensors[TensorKey("params", name, "param")].shape
+                found[name] = {name: ParamBox.whole(shape)}
                 continue
-            blocks = [Block(tuple(about["shape"]), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
-            found[name] = {block.name_in(name): block for block in blocks}
+            found[name] = {box.name_in(name): box for box in boxes_of(about)}
         return found
 
     @cached_property
     def param_of(self) -> dict[str, str]:
-        """By name of tensors in "params" and "gradients": the param whose elements, or a block of them, they hold.
+        """By name of tensors in "params" and "gradients": the param that the tensors belong to.
 
-        Of a param that blocks make up, tensors of its own name hold what is kept of it whole: states with a value for
-        each row or column.
+        Tensors of a box have the name of the box. Of a param that is saved in boxes, tensors of the param's own name
+        are those that every rank has whole: states with a value for each row or column.
         """
-        return {each: name for name, blocks in self.blocks.items() for each in (name, *blocks)}
+        return {each: name for name, boxes in self.boxes.items() for each in (name, *boxes)}
 
     @cached_property
-    def kinds(self) -> dict[str, dict[str, Tensor]]:
-        """By param: kind ("param", "master" or a state) -> its tensor; without the scales of blocks.
+    def kinds(self) -> dict[str, dict[str, TensorInfo]]:
+        """By param: kind ("param", "master" or a state) -> its tensor; without scales.
 
-        Where several tensors make it up: what one of them is, with the shape of all, and without ranges.
+        Of a param that is saved in boxes the tensor has the shape of the whole param, and no ranges.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, TensorInfo]] = {}
         for key, tensor in self.of("params"):
             if not key.is_of_scales:
                 name = self.param_of[key.name]
@@ -219,7 +216,7 @@ class Manifest:
         return found
 
     def carried(self, name: str) -> dict[str, float]:
-        """Returns the scalars that a rule hands on from step to step with a param, to the bit."""
+        """Returns the scalars that a rule carries from step to step with a param, to the bit."""
         return {scalar: float.fromhex(value) for scalar, value in self.params[name]["carried"].items()}
 
     @cached_property
@@ -228,16 +225,16 @@ class Manifest:
         return {section: {key.name for key, _ in self.of(section)} for section in SECTIONS}
 
 
-def tensors_to_json(tensors: Mapping[Key, Tensor]) -> dict[str, Any]:
+def tensors_to_json(tensors: Mapping[TensorKey, TensorInfo]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, tensor in tensors.items():
         nested.setdefault(key.section, {}).setdefault(key.name, {})[key.kind] = tensor.to_json()
     return nested
 
 
-def tensors_from_json(nested: Mapping[str, Any]) -> Tensors:
+def tensors_from_json(nested: Mapping[str, Any]) -> dict[TensorKey, TensorInfo]:
     return {
-        Key(section, name, kind): Tensor.from_json(value)
+        TensorKey(section, name, kind): TensorInfo.from_json(value)
         for section, names in nested.items()
         for name, kinds in names.items()
         for kind, value in kinds.items()
@@ -254,9 +251,9 @@ def count(value: Any) -> int:
     return int(value)
 
 
-def check_apart(tensors: Mapping[Key, Tensor]) -> None:
-    """Raises CheckpointError if a byte belongs to two tensors: one of them would get the other's values."""
-    spans: dict[str, list[tuple[int, int, Key]]] = {}
+def check_apart(tensors: Mapping[TensorKey, TensorInfo]) -> None:
+    """Raises CheckpointError if a byte belongs to two tensors: one of them would load the other's values."""
+    spans: dict[str, list[tuple[int, int, TensorKey]]] = {}
     for key, tensor in tensors.items():
         for each in tensor.ranges:
             nbytes = (each.stop - each.start) * tensor.dtype.itemsize

@@ -20,10 +20,10 @@ def states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Sets new generators to what was saved, to prove that it can be done.
+    """Tries the saved states on new generators.
 
     Raises:
-        CheckpointError: they are not states of generators.
+        CheckpointError: a generator refuses its state.
     """
     kind = ""
     try:
@@ -42,7 +42,7 @@ def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
 
 
 def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Sets the generators that were saved and exist here."""
+    """Sets the generators that were saved, as far as they exist here."""
     if "torch" in saved:
         torch.set_rng_state(saved["torch"])
     if "cuda" in saved and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Saving: a plan, then every rank writes its own ranges, then rank 0 publishes what all have written."""
+"""Saving: all ranks plan together, each rank writes its own ranges, then rank 0 publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ..errors import CheckpointError, ShardoptError
 from . import files, publish
+from .arguments import check_module, engines_of, read_save_arguments
 from .background import Background, Saving
-from .call import check_module, engines_of, read_request
 from .join import join
-from .model import Model, meeting_of
+from .model import Model
+from .model_ranks import collectives_of
 from .names import unwrapped
 from .plan_save import plan_save
-from .publish import Site
+from .publish import NewCheckpoint
 from .write import RankWriter, as_checkpoint_error
 
 if TYPE_CHECKING:
     from ..optim.optimizer import ShardedOptimizer
-    from .meeting import Meeting, Result
+    from .collectives import Collectives, Result
 
 _PLANNING = "planning a checkpoint"
-# Each module's own thread and staging memory, which a later save waits for. Goes with the module.
+# By module: its thread and staging memory, for which a later save waits. Freed with the module.
 _BACKGROUNDS: weakref.WeakKeyDictionary[nn.Module, Background] = weakref.WeakKeyDictionary()
 
 
@@ -46,103 +46,98 @@ def save_checkpoint(
 ) -> Saving:
     """Saves params, buffers, optimizer states, param groups and random numbers as a new checkpoint. Collective.
 
-    Each rank writes what it holds; nothing is gathered. All ranks of a model make one checkpoint, whatever cut it:
-    data, tensor, pipeline or expert parallelism. It loads at any number of ranks, any stage, and in any other cut. It
-    is there whole or not at all, whenever the machine stops.
+    Each rank writes what it holds; nothing is gathered. All ranks of a model make one checkpoint, for any mix of data,
+    tensor, pipeline and expert parallelism. It loads at any number of ranks, any stage, and any other mix. Whenever the
+    machine stops, the checkpoint exists whole or not at all.
 
     Args:
-        directory: of all checkpoints of this training, on a file system that all ranks see. It is made if missing. One
-            save at a time writes there. All ranks of the model give the same.
-        module: whose names the checkpoint goes by; plain, DDP or compiled. Buffers that are not persistent are left
-            out, as in ``module.state_dict()``.
+        directory: for all checkpoints of this training, on a file system that all ranks see. It is made if missing.
+            One save at a time writes there. All ranks of the model give the same directory.
+        module: plain, DDP or compiled; the checkpoint has its names. Buffers that are not persistent are omitted, as
+            in ``module.state_dict()``.
         optimizer: one or a list of several, or None for the module alone (an empty list is refused).
-        extra: what else is to be found again: tensors, numbers, strings, None, lists, tuples, dicts with string keys
-            (a scheduler's or scaler's ``state_dict()``, say). That of rank 0 is saved.
-        step: for the checkpoint's name; None: the most steps that a param has taken.
-        keep: remove all but this many of the newest checkpoints once this one was read back and proven. None: none.
+        extra: other values to save: tensors, numbers, strings, None, lists, tuples, dicts with string keys (a
+            scheduler's or scaler's ``state_dict()``, say). Those of rank 0 are saved.
+        step: for the checkpoint's name; None: the largest step count of any param.
+        keep: number of checkpoints to keep: older ones are removed once this one was read back and verified. None: all.
         allow_nonfinite: save although a param, master or state holds an Inf or a NaN. False: an error.
-        full_precision: save masters and states in fp32 where they are kept in shorter formats: larger, and readable by
-            whatever reads safetensors. False: as they are kept. Either loads into any format.
-        asynchronous: return as soon as the values of now are copied to host memory, and write in the background.
-        names: what modules are called in the whole model, where ``module`` is a part of it and numbers its layers anew:
-            ``{module: "layers.3"}`` saves its ``"weight"`` as ``"layers.3.weight"``. Modules within it may have names
-            of their own; the innermost one counts. Loading takes the same argument.
+        full_precision: save masters and states of shorter formats in fp32: larger, and readable by all that reads
+            safetensors. False: as they are kept. Both load into any format.
+        asynchronous: return as soon as the present values are copied to host memory, and write in the background.
+        names: the names of modules in the whole model, where ``module`` is a part of it and numbers its layers from 0:
+            ``{module: "layers.3"}`` saves its ``"weight"`` as ``"layers.3.weight"``. Submodules may have names of their
+            own; the innermost name counts. Loading takes the same argument.
 
     Returns:
-        A handle: ``wait()`` gives the checkpoint's path, or raises what went wrong. Unless ``asynchronous``, all is
-        done by then.
+        A handle: ``wait()`` returns the checkpoint's path, or raises the error. Unless ``asynchronous``, the checkpoint
+        is already published.
 
     Raises:
-        CheckpointError: on every rank; no checkpoint was published, those before it are whole.
-        TypeError, ValueError: an argument is of another type or out of range, by its name.
+        CheckpointError: on every rank; no checkpoint was published, and earlier ones are whole.
+        TypeError, ValueError: an argument has another type or is out of range; the message names it.
     """
     check_module(module)
     engines = engines_of(optimizer)
     background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
     background.wait()
-    meeting = meeting_of(engines)
-    request = meeting.together(
-        lambda: read_request(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision, names),
+    collectives = collectives_of(engines)
+    arguments = collectives.together(
+        lambda: read_save_arguments(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision, names),
         _PLANNING,
     )
-    model = meeting.together(lambda: Model(module, engines, request.names), _PLANNING)
-    model.settle(meeting, _PLANNING)
-    plan = meeting.together(lambda: plan_save(model, meeting.world, request), _PLANNING)
-    join(plan, model, meeting, _PLANNING)
+    model = collectives.together(lambda: Model(module, engines, arguments.names), _PLANNING)
+    model.learn_names(collectives, _PLANNING)
+    plan = collectives.together(lambda: plan_save(model, collectives.world, arguments), _PLANNING)
+    join(plan, model, collectives, _PLANNING)
     compared = ("step", "keep", "asynchronous", "full_precision", "allow_nonfinite")
-    meeting.compare({name: getattr(request, name) for name in compared}, _PLANNING)
-    site, lock = _begin(request.root, plan.step, meeting)
-    writer = RankWriter(site, lock, plan, request.keep)
-    if request.asynchronous:
+    collectives.compare({name: getattr(arguments, name) for name in compared}, _PLANNING)
+    target = _begin(arguments.root, plan.step, collectives)
+    writer = RankWriter(target, plan, arguments.keep)
+    if arguments.asynchronous:
         phase = "copying what is to be saved"
-        plan.pieces = _or_abandon(meeting, lambda: background.copy(plan.pieces, _device_of(module)), site, lock, phase)
+        plan.items = _or_abandon(collectives, lambda: background.copy(plan.items, model.device), target, phase)
         return background.start(writer)
-    _or_abandon(meeting, writer.run, site, None, "saving a checkpoint")
-    return Saving(site.published)
+    _or_abandon(collectives, writer.run, target, "saving a checkpoint")
+    return Saving(target.published)
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    return next((param.device for param in module.parameters()), torch.device("cpu"))
-
-
-def _begin(root: Path, step: int, meeting: Meeting) -> tuple[Site, int | None]:
-    """Collective: returns the directory to write in, which rank 0 makes and all ranks see, and rank 0's lock of it."""
+def _begin(root: Path, step: int, collectives: Collectives) -> NewCheckpoint:
+    """Collective: returns the directory to write in, which rank 0 makes and all ranks see."""
     phase = "making the checkpoint's directory"
 
-    def make() -> tuple[list[Any], int | None]:
-        if meeting.world.rank:
-            return [], None
+    def make() -> NewCheckpoint | None:
+        if collectives.world.rank:
+            return None
         try:
-            site, lock = publish.begin(root, step)
+            return publish.begin(root, step)
         except Exception as error:
             raise as_checkpoint_error(error, root)  # noqa: B904 (it has its cause)
-        return [str(site.saving), site.sequence, site.step, site.token], lock
 
-    made, lock = meeting.together(make, phase)
-    its_path, *told = meeting.from_rank_0(made, phase)
-    site = Site(root, *told)
+    made = collectives.together(make, phase)
+    sent = None if made is None else [str(made.saving), made.sequence, made.step, made.token]
+    its_path, *facts = collectives.broadcast(sent, phase)
+    target = NewCheckpoint(root, *facts) if made is None else made
 
-    def look() -> None:
-        if not files.is_file(site.owner):
+    def check_visible() -> None:
+        if not files.is_file(target.owner):
             raise CheckpointError(
                 "give all ranks of the model one directory, on a file system that all of them see: rank 0 made "
-                f"{its_path}, which is not there on rank {meeting.world.rank} (it looked for {site.saving}), so "
-                "each would keep ranges of its own."
+                f"{its_path}, which is not there on rank {collectives.world.rank} (it looked for {target.saving}), so "
+                "no rank could read the ranges of the others."
             )
 
-    _or_abandon(meeting, look, site, lock, phase)
-    return site, lock
+    _or_abandon(collectives, check_visible, target, phase)
+    return target
 
 
-def _or_abandon(meeting: Meeting, work: Callable[[], Result], site: Site, lock: int | None, phase: str) -> Result:
-    """Collective: does ``work`` on all ranks; after an error on any of them the checkpoint's directory goes."""
+def _or_abandon(collectives: Collectives, work: Callable[[], Result], target: NewCheckpoint, phase: str) -> Result:
+    """Collective: does ``work`` on all ranks; removes the checkpoint's directory after an error on any of them."""
     try:
-        return meeting.together(work, phase)
+        return collectives.together(work, phase)
     except BaseException as error:
-        if lock is not None:
-            files.release(lock)
+        target.release()
         # After an interrupt the directory stays, for the next save to collect: other ranks may be writing there.
-        if meeting.world.rank == 0 and isinstance(error, Exception):
+        if collectives.world.rank == 0 and isinstance(error, Exception):
             with suppress(OSError, ShardoptError):  # what is left is collected by the next save
-                publish.abandon(site)
+                publish.abandon(target)
         raise

@@ -1,7 +1,7 @@
-"""What a manifest may say: every name, count and reference in it, checked once, before anything is done with it.
+"""Checks every name, count and reference of a manifest, before anything else reads it.
 
-A digest proves that a manifest is as somebody wrote it, not that shardopt did. Whoever reads a manifest later relies on
-what is checked here: names refer to what is there, counts are counts, encoded values can be decoded.
+The digest of a manifest shows that nothing changed it, not that shardopt wrote it. Code that reads a manifest later
+relies on these checks: names refer to tensors that exist, counts are counts, encoded values can be decoded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
-from .block import Block, make_up
+from .param_box import boxes_of, make_up
 from .records import SECTIONS, is_count
 from .values import MOST_LEVELS
 
 if TYPE_CHECKING:
-    from .records import Key, Manifest, Tensor
+    from .records import Manifest, TensorInfo, TensorKey
 
 _MOST_LEVELS = 2 * MOST_LEVELS  # a tuple is a list in a dict
 _MOST_DIMENSIONS = 64  # of a tensor of torch's
@@ -55,17 +55,17 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= _MOST_DIMENSIONS and all(map(is_count, value))
 
 
-def _are_blocks(value: Any) -> bool:
+def _are_boxes(value: Any) -> bool:
     boxes = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
     return boxes and all(_are_counts(at) and _are_counts(sizes) and len(at) == len(sizes) for at, sizes in value)
 
 
-def _is_turn(value: Any) -> bool:
+def _is_index(value: Any) -> bool:
     known = isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
     return known and 0 <= value[0] < value[1]
 
 
-# What a value is, in the words of the message -> what tells such a value.
+# What a value is, in the words of the message -> the test for it.
 _HOLDS: dict[str, Callable[[Any], bool]] = {
     (_TEXT := "a text"): lambda value: isinstance(value, str),
     (_FLAG := "true or false"): lambda value: type(value) is bool,
@@ -76,12 +76,12 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
     (_NAMES := "a list of names"): _are_names,
     (_OBJECT := "an object"): lambda value: isinstance(value, Mapping),
     (_NORMS := "two norms and a count"): _are_norms,
-    (_TURN := "a number below another one"): _is_turn,
+    (_INDEX := "a number below another one"): _is_index,
     (_SHAPE := "a shape"): _are_counts,
-    (_BLOCKS := "a list of boxes"): _are_blocks,
+    (_BOXES := "a list of boxes"): _are_boxes,
 }
 
-# Keys that must be there, and keys that may be; and what their values are.
+# Required and optional keys, and what their values are.
 _Fields = Mapping[str, str]
 _INFO: _Fields = {
     **dict.fromkeys(("token", "shardopt", "torch"), _TEXT),
@@ -93,13 +93,13 @@ _INFO_OPTIONAL: _Fields = {"imported": _TEXT, "gradients": _OBJECT}
 _GRADIENT: _Fields = {"divisor": _ABOVE_0}
 _GRADIENT_OPTIONAL: _Fields = {"norms": _NORMS}
 _PARAM: _Fields = {"aliases": _NAMES, "step": _COUNT, "has_state": _FLAG, "carried": _OBJECT}
-_PARAM_OPTIONAL: _Fields = {"place": _TEXT, "turn": _TURN, "shape": _SHAPE, "blocks": _BLOCKS}
+_PARAM_OPTIONAL: _Fields = {"place": _TEXT, "turn": _INDEX, "shape": _SHAPE, "blocks": _BOXES}
 _OPTIMIZER: _Fields = {"rule": _TEXT, "counts_steps": _FLAG, "groups": _LIST}
 _GROUP: _Fields = {"params": _NAMES, "values": _OBJECT}
 
 
 def check_schema(manifest: Manifest) -> None:
-    """Raises CheckpointError if the manifest says what shardopt never writes."""
+    """Raises CheckpointError if shardopt cannot have written the manifest."""
     for name, file in manifest.files.items():
         _demand(file.header_bytes <= file.nbytes, f"files.{name}", file.header_bytes, "a header within the file")
     for key, tensor in manifest.tensors.items():
@@ -126,8 +126,8 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _check_tensor(manifest: Manifest, key: Key, tensor: Tensor) -> None:
-    """Checks what must hold of a tensor in any section."""
+def _check_tensor(manifest: Manifest, key: TensorKey, tensor: TensorInfo) -> None:
+    """Checks a tensor of any section."""
     where, shape, strides = f"tensors.{key.section}.{key.name}.{key.kind}", tensor.shape, tensor.strides
     _demand(len(shape) == len(strides) <= _MOST_DIMENSIONS, f"{where}.strides", strides, "one for each dimension")
     # torch multiplies the other sizes of an empty tensor too.
@@ -150,7 +150,7 @@ def _check_tensor(manifest: Manifest, key: Key, tensor: Tensor) -> None:
         _demand(fits, where, param and param.dtype, "the other half of a bf16 param")
 
 
-def _check_in_its_section(manifest: Manifest, key: Key, tensor: Tensor) -> None:
+def _check_in_its_section(manifest: Manifest, key: TensorKey, tensor: TensorInfo) -> None:
     where = f"tensors.{key.section}.{key.name}"
     if key.section in ("buffers", "extra"):
         _demand(key.kind == "value", where, key.kind, "a value")
@@ -160,7 +160,7 @@ def _check_in_its_section(manifest: Manifest, key: Key, tensor: Tensor) -> None:
         is_bytes = tensor.dtype is torch.uint8 and len(tensor.shape) == 1
         _demand(is_bytes, f"{where}.{key.kind}", tensor.dtype, "bytes")
         return
-    _demand(key.name in manifest.param_of, where, key.name, "the name of a param or of a block of one")
+    _demand(key.name in manifest.param_of, where, key.name, "the name of a param or of a box of one")
     if key.kind == "param" or key.is_of_scales:
         return
     _demand(tensor.values_dtype.is_floating_point, f"{where}.{key.kind}", tensor.dtype, "floating point numbers")
@@ -168,8 +168,8 @@ def _check_in_its_section(manifest: Manifest, key: Key, tensor: Tensor) -> None:
         return
     if key.kind == "reduced":
         known = manifest.info.get("gradients", {})
-        told = "turn" in manifest.params[manifest.param_of[key.name]] or key.name in known
-        _demand(told, where, key.kind, "what info tells of it")
+        is_described = "turn" in manifest.params[manifest.param_of[key.name]] or key.name in known
+        _demand(is_described, where, key.kind, "a gradient that info describes")
     else:
         _check_rank(manifest, key.kind, where)
     param = manifest.tensors.get(key._replace(section="params", kind="param"))
@@ -201,7 +201,7 @@ def _check_params(manifest: Manifest) -> None:
     params, optimizers = manifest.params, manifest.optimizers
     _expect(params, "params", _OBJECT)
     _expect(optimizers, "optimizers", _LIST)
-    kinds_of: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    kinds_of: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for key, tensor in manifest.of("params"):
         if not key.is_of_scales:
             kinds_of[key.name][key.kind] = tensor
@@ -209,7 +209,7 @@ def _check_params(manifest: Manifest) -> None:
         where = f"params.{name}"
         _check(about, where, _PARAM, _PARAM_OPTIONAL)
         if "blocks" in about:
-            _check_blocks(manifest, name, kinds_of)
+            _check_boxes(manifest, name, kinds_of)
         else:
             _demand("param" in kinds_of.get(name, ()), where, name, "the name of a tensor")
         _check(about["carried"], f"{where}.carried", dict.fromkeys(about["carried"], _HEX))
@@ -218,24 +218,23 @@ def _check_params(manifest: Manifest) -> None:
         _demand(known, f"{where}.optimizer", number, f"null, or one of {len(optimizers)} optimizers")
 
 
-def _check_blocks(manifest: Manifest, name: str, kinds_of: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Checks that blocks make up a param, and that there is the same of each of them."""
+def _check_boxes(manifest: Manifest, name: str, kinds_of: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    """Checks that the boxes make up the param, and that each box has the same masters and states."""
     about, where = manifest.params[name], f"params.{name}.blocks"
-    shape = about.get("shape", ())
-    blocks = [Block(tuple(shape), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
-    _demand(len(blocks) > 1 and make_up(shape, blocks), where, about["blocks"], f"blocks of a param of shape {shape}")
-    names = [block.name_in(name) for block in blocks]
+    shape, boxes = about.get("shape", ()), boxes_of(about)
+    _demand(len(boxes) > 1 and make_up(shape, boxes), where, about["blocks"], f"boxes of a param of shape {shape}")
+    names = [box.name_in(name) for box in boxes]
     first = kinds_of.get(names[0], {})
-    for each, block in zip(names, blocks, strict=True):
+    for each, box in zip(names, boxes, strict=True):
         _demand(each not in manifest.params, where, each, "a name that no param has")
         own = kinds_of.get(each, {})
         _demand("param" in own and own.keys() == first.keys(), f"{where}.{each}", list(own), f"{list(first)}")
         for kind, tensor in own.items():
-            _demand(tensor.shape == block.sizes, f"{where}.{each}.{kind}", tensor.shape, f"shape {block.sizes}")
+            _demand(tensor.shape == box.sizes, f"{where}.{each}.{kind}", tensor.shape, f"shape {box.sizes}")
             alike = tensor.values_dtype is first[kind].values_dtype
             _demand(alike, f"{where}.{each}.{kind}", tensor.dtype, f"{first[kind].values_dtype}")
-    for kind, tensor in kinds_of.get(name, {}).items():  # kept whole: a value for each row or column
-        _demand(kind not in first, f"{where}.{name}.{kind}", kind, "what no block has")
+    for kind, tensor in kinds_of.get(name, {}).items():  # whole on every rank: a value for each row or column
+        _demand(kind not in first, f"{where}.{name}.{kind}", kind, "a state that no box has")
         fits = len(tensor.shape) == len(shape) and all(
             size in (1, of) for size, of in zip(tensor.shape, shape, strict=True)
         )
@@ -264,7 +263,7 @@ def _check_optimizer(manifest: Manifest, number: int, optimizer: Any) -> None:
 
 
 def _check_dict(manifest: Manifest, value: Mapping[str, Any], where: str) -> None:
-    """Checks an object that is a dict once it is decoded."""
+    """Checks an object that decodes to a dict."""
     wraps = len(value) == 1 and next(iter(value)) in ("$tensor", "$float", "$tuple")
     _demand(not wraps, where, value, "a dict")
     _check_encoded(manifest, value, where)
@@ -275,7 +274,7 @@ def _check_encoded(manifest: Manifest, value: Any, where: str) -> None:
     left = [(value, 0)]
     while left:
         each, level = left.pop()
-        _demand(level <= _MOST_LEVELS, where, "...", f"at most {_MOST_LEVELS} lists and dicts within each other")
+        _demand(level <= _MOST_LEVELS, where, "...", f"at most {_MOST_LEVELS} nested lists and dicts")
         if isinstance(each, dict | list):
             items = _items(manifest, each, where) if isinstance(each, dict) else each
             left += [(item, level + 1) for item in items]
@@ -285,7 +284,7 @@ def _check_encoded(manifest: Manifest, value: Any, where: str) -> None:
 
 
 def _items(manifest: Manifest, value: Mapping[str, Any], where: str) -> list[Any]:
-    """Returns what lies in an object and is to be decoded."""
+    """Returns the encoded values in an object."""
     if len(value) != 1:
         return list(value.values())
     ((key, content),) = value.items()
@@ -294,7 +293,7 @@ def _items(manifest: Manifest, value: Mapping[str, Any], where: str) -> list[Any
         _demand(known, where, value, "the name of a tensor in extra")
         return []
     if key == "$float":
-        _demand(_parses(float, content), where, value, "a number in words")
+        _demand(_parses(float, content), where, value, "a number as text")
         return []
     if key == "$tuple":
         _demand(isinstance(content, list), where, value, "a list")
@@ -318,10 +317,10 @@ def _expect(value: Any, where: str, kind: str) -> None:
 
 def _demand(holds: bool, where: str, found: Any, expected: str) -> None:
     if not holds:
-        told = repr(found) if isinstance(found, str | int | float | torch.dtype | None) else type(found).__name__
+        shown = repr(found) if isinstance(found, str | int | float | torch.dtype | None) else type(found).__name__
         if isinstance(found, tuple | list):
-            told = repr(list(found[:8]))
+            shown = repr(list(found[:8]))
         raise CheckpointError(
-            f"load another checkpoint: the manifest says {where[:200]} = {told[:200]}, where {expected} belongs, so "
+            f"load another checkpoint: the manifest says {where[:200]} = {shown[:200]}, where {expected} belongs, so "
             "shardopt did not write it, and nothing was loaded. If no file was changed, this is a bug in shardopt."
         )

@@ -1,7 +1,7 @@
-"""Values beside the big tensors, as JSON: hyper-parameters of groups, and what the user gives as ``extra``.
+"""Encodes small values as JSON: hyper-parameters of groups, and the user's ``extra``.
 
-JSON has no tuples, no infinities and no tensors. Those are objects of one key that begins with ``$``; a user's key that
-does so is itself wrapped. A float is written with the digits that give back its very bits.
+JSON has no tuples, no infinities and no tensors. These are objects with one key that begins with ``$``; a dict of the
+user's with such a key is wrapped itself. A float is written with enough digits to restore its exact bits.
 """
 
 import math
@@ -12,9 +12,9 @@ import torch
 
 from ..errors import CheckpointError
 
-MOST_LEVELS = 100  # lists, tuples and dicts within each other: one that holds itself has no end
+MOST_LEVELS = 100  # of nested lists, tuples and dicts; a container that holds itself has no end
 
-Keep = Callable[[torch.Tensor], str]  # takes a tensor to be saved, gives the name under which it will be found
+Keep = Callable[[torch.Tensor], str]  # takes a tensor to save, returns its name in the checkpoint
 Find = Callable[[str], torch.Tensor]
 
 
@@ -22,7 +22,7 @@ def encode(value: Any, keep: Keep, where: str) -> Any:
     """Returns a JSON-able form of ``value``.
 
     Raises:
-        CheckpointError: it holds itself, or what is neither a tensor nor JSON-able; ``where`` names the place.
+        CheckpointError: the value holds itself, or a type that JSON lacks; ``where`` names the place.
     """
     return _encode(value, keep, where, 0)
 
@@ -30,8 +30,8 @@ def encode(value: Any, keep: Keep, where: str) -> Any:
 def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
     if level > MOST_LEVELS:
         raise CheckpointError(
-            f"save a flat copy of what is needed: {where[:200]}... has more than {MOST_LEVELS} lists and dicts within "
-            "each other, and may hold itself. Nothing was saved."
+            f"save a flat copy of what is needed: {where[:200]}... nests more than {MOST_LEVELS} lists and dicts, and "
+            "may hold itself. Nothing was saved."
         )
     if isinstance(value, torch.Tensor):
         return {"$tensor": keep(value)}
@@ -53,7 +53,7 @@ def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
 
 
 def decode(value: Any, find: Find) -> Any:
-    """Returns what :func:`encode` was given; ``find`` gives the tensors."""
+    """Returns the value that :func:`encode` encoded; ``find`` returns the tensors."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]
     if not isinstance(value, dict):

@@ -133,7 +133,7 @@ def _device_of(domain: Domain, candidates: Sequence[Candidate], frozen: Sequence
 
 
 def _landing(domain: Domain, device: torch.device, undo: ExitStack) -> HostLanding | None:
-    landing = make_landing(domain.options.rests, device)
+    landing = make_landing(domain.options.offload_options, device)
     if landing is not None:
         undo.callback(landing.close)
     return landing
@@ -142,8 +142,8 @@ def _landing(domain: Domain, device: torch.device, undo: ExitStack) -> HostLandi
 def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candidate]) -> None:
     """Raises BindingError for problems that this rank can find alone. Changes nothing."""
     device, options = domain.device if domain.shards else candidates[0][1].device, domain.options
-    check_offload(options.rests, device, domain.mesh.replicate.size)
-    if options.release_gradients and options.rests is not None and device.type != "cpu":
+    check_offload(options.offload_options, device, domain.mesh.replicate.size)
+    if options.release_gradients and options.offload_options is not None and device.type != "cpu":
         raise BindingError(
             f"omit release_gradients or offload: release_gradients=True was given with offload={options.offload!r} "
             f"and params on {device}: "

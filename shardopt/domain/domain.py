@@ -286,7 +286,7 @@ class Domain:
 
     def offloads_params(self, device: torch.device) -> bool:
         """True if slices of sharded params are offloaded together with masters and states."""
-        return offloads_params(self.options.rests, device)
+        return offloads_params(self.options.offload_options, device)
 
     @property
     def gatherer(self) -> Gatherer:
@@ -315,7 +315,7 @@ class Domain:
     def store_for(self, device: torch.device) -> Store:
         """Returns ``store``; params of this device may be the first to be bound."""
         if self._store is None:
-            self._store = make_store(self.options.rests, self.options.tuning, device)
+            self._store = make_store(self.options.offload_options, self.options.tuning, device)
         return self._store
 
     def move_to(self, store: Store, homes: Sequence[ShardStorage]) -> tuple[Store, list[ShardStorage]]:

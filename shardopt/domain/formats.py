@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from ..config import StateFormat
+from ..config.formats import StateFormat
 from ..errors import BindingError
 from ..kernels.formats import BF16, BF16_DITHERED, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8
 from ..rules.rule import EMA

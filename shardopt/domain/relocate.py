@@ -37,7 +37,7 @@ def move_states(domains: Sequence[Domain], to: Offload | None) -> bool:
     if not domains or not domains[0].shards:
         return False
     (domain,) = domains
-    rests, tuning, device = domain.options.rests if to is None else to, domain.options.tuning, domain.device
+    rests, tuning, device = domain.options.offload_options if to is None else to, domain.options.tuning, domain.device
 
     def open_store() -> Store:
         check_offload(rests, device)

@@ -1,6 +1,6 @@
 """Sums of gradients in host memory, and the slots on the device in which they are reduced.
 
-``domain/host_sum.py`` tells when each sum goes down and comes up.
+``domain/host_sum.py`` decides when a sum is copied to the host and back.
 
 A slot is a staging buffer. A slot is reused after the copy of its last sum to the host. There are as many slots as were
 ever in use at a time: one for each reduction under way, and one for the sum that is loaded next. Not measured on a GPU

@@ -43,7 +43,7 @@ class Pages:
         device: the GPU; None: the current one.
         """
         self._make, self._register, self._device = zeros, register, device
-        # By address. Their memory stays until it is unregistered, whoever else drops the tensors.
+        # By address: memory must not be freed before it is unregistered.
         self._registered: dict[int, torch.Tensor] = {}
         self._has_warned = False
         _ALL.add(self)
@@ -140,7 +140,7 @@ def _worked(code: Any) -> bool:
     """True if a call of the CUDA runtime did what it was asked for; the code of one that did not is forgotten."""
     if int(code) == 0:
         return True
-    # CUDA keeps a failed call's code as the thread's last error, and torch reads it behind the next kernel launch: the
+    # CUDA keeps a failed call's code as the thread's last error, and torch reads it after the next kernel launch: the
     # first step after memory could not be pinned would raise. torch shows no call that forgets the code, but a launch
     # does; this one has no other use. Tests: "fails no later launch" in tests/offload/test_pinned.py.
     with suppress(RuntimeError):

@@ -1,8 +1,8 @@
 """The public optimizers: ``Sharded`` + the torch name, with torch's arguments, then shardopt's keywords.
 
-A class here is its signature: :func:`.like.like` lets the torch class of the same name check the arguments. What the
-keywords after torch's mean is told by :class:`shardopt.config.Options`; ``scripts/options.py`` writes them into each
-docstring, and ``help()`` has their meanings.
+A class here is its signature: :func:`.like.like` lets the torch class of the same name check the arguments. The
+keywords after torch's are those of :class:`shardopt.config.Options`; ``scripts/options.py`` writes them into each
+docstring, and ``help()`` shows their meanings.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class ShardedRAdam(ShardedOptimizer):
         \theta_t = \theta_{t-1} - \gamma \frac{m_t}{1 - \beta_1^t}
             \cdot r_t \frac{\sqrt{1 - \beta_2^t}}{\sqrt{v_t} + \epsilon}
 
-    with Adam's moments :math:`m` and :math:`v`; the factor after the dot is left out while the variance of the second
+    with Adam's moments :math:`m` and :math:`v`; the factor after the dot is omitted while the variance of the second
     moment is intractable, :math:`\rho_t \le 5`. Arguments are those of :class:`torch.optim.RAdam`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,

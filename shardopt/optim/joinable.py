@@ -1,7 +1,6 @@
-"""Uneven inputs: what makes an optimizer joinable, for ranks with unequal numbers of batches.
+"""Uneven inputs: makes an optimizer joinable, for ranks with unequal numbers of batches.
 
-Outside of a context nothing is announced, and nothing costs anything. :mod:`shardopt.optim.shadow` says what happens
-inside.
+Outside of a context nothing is announced, at no cost. :mod:`shardopt.optim.shadow` describes what happens inside.
 """
 
 import functools
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 OFF = _JoinConfig.construct_disabled_join_config()
 
-# Counts the contexts that rank 0 entered, once for each joinable: steps of several optimizers are told apart by it.
+# Counts the contexts that rank 0 entered, once for each joinable; the number identifies an optimizer among several.
 _NUMBERS = itertools.count()
 
 
@@ -46,18 +45,18 @@ class JoinableOptimizer(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """A context for unequal numbers of batches, where the module was handed over.
+        """Context for unequal numbers of batches, where the module was handed over.
 
-        A rank that leaves its loop waits at the end of the context, takes part with zeros in what the others reduce,
-        and takes every step with them: params and states are the same on all ranks throughout, and its param groups
-        follow the others' hyper-parameters. What the body raises on one rank between two backwards, DisagreementError
-        says on the others. At stage 3 it joins the gathers of the others' forwards, too. Without the module: ``with
-        ddp.join():``, or torch's ``Join([ddp, optimizer])``, with a step after every backward.
+        A rank that leaves its loop waits at the end of the context, adds zeros to the reductions of the others, and
+        takes every step with them: params and states stay equal on all ranks, and its param groups follow the others'
+        hyper-parameters. At stage 3 it also joins the gathers of the others' forwards. If the body raises on one rank
+        between two backwards, the other ranks raise DisagreementError. Without the module: ``with ddp.join():``, or
+        torch's ``Join([ddp, optimizer])``, with a step after every backward.
 
         Args:
             divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by the number of
                 those that had a batch.
-            enable: False: as if there were no context.
+            enable: False does nothing, as without the context.
             throw_on_early_termination: all ranks raise RuntimeError as soon as one of them has run out.
 
         Raises:
@@ -76,7 +75,9 @@ class JoinableOptimizer(Joinable):
                 "leave `with optimizer.join():` before entering it again: inside of it ranks that have run out follow "
                 "the outer context, and would never come to this one."
             )
-        self._meet("join()", lambda: {name: flag(value, f"join({name}=)") for name, value in given.items()})
+        self.engine.agree_on_call(
+            "join()", lambda: {name: flag(value, f"join({name}=)") for name, value in given.items()}
+        )
         if not enable or not dist.is_initialized():
             yield
             return
@@ -91,16 +92,17 @@ class JoinableOptimizer(Joinable):
                     yield
                 except Exception as error:
                     if self._shadow is not None:
-                        self._shadow.tell_of(error, __name__)
+                        self._shadow.announce_error(error, __name__)
                     raise
         finally:
             self._is_joining = False
-            if self._shadow is not None:  # behind an exception
+            if self._shadow is not None:  # after an exception
                 self._shadow.leave()
 
     def join_hook(self, divide_by_initial_world_size: bool = True, **keywords: Any) -> JoinHook:
-        """What torch's ``Join`` runs on a rank that has run out; see :meth:`join`."""
-        from .shadow import Shadow, check_can_join  # which few trainings need
+        """Returns the hook that torch's ``Join`` runs on a rank that has run out; see :meth:`join`."""
+        from .can_join import check_can_join  # not at the top: few trainings need these
+        from .shadow import Shadow
 
         name = "divide_by_initial_world_size"
 
@@ -108,37 +110,33 @@ class JoinableOptimizer(Joinable):
             check_can_join(self.engine)
             return {name: flag(divide_by_initial_world_size, f"join({name}=)")}
 
-        by_all = self._meet("join()", read)[name]
+        by_all = self.engine.agree_on_call("join()", read)[name]
         (number,), *_ = self.engine.ranks().exchange([next(_NUMBERS)], "entering join()")
         if self._shadow is not None:
             self._shadow.leave()
         self._shadow = Shadow(self.engine, by_all, number)
-        self.engine.joining = self._shadow.tell
+        self.engine.joining = self._shadow.announce_call
         return self._shadow
-
-    def _meet(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Collective: what all ranks give to a call, or the same error on all."""
-        return self.engine.agree_on_call(call, read)
 
     @property
     def join_device(self) -> torch.device:
-        """Of the messages of ``Join``: that of the params, or will be, where they are still on the meta device."""
+        """The device of ``Join``'s messages: that of the params, or that which meta params will have."""
         return self.engine.device
 
     @property
     def join_process_group(self) -> Any:
         """The ranks that share the states."""
-        return self.engine.compose().main.mesh.world.group
+        return self.engine.ensure_domains().main.mesh.world.group
 
 
 def take_along() -> None:
-    """``ddp.join()`` finds optimizers from now on: torch offers no other way to be taken along."""
+    """Makes ``ddp.join()`` find optimizers from now on; torch has no hook for it."""
     if not hasattr(DistributedDataParallel.join, "__wrapped__"):
         DistributedDataParallel.join = _along(DistributedDataParallel.join)  # type: ignore[method-assign]
 
 
 def _along(join: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP's ``join()``, which takes along the optimizers whose params it wraps: their steps need all ranks."""
+    """Returns DDP's ``join()`` with the optimizers of its params as joinables: their steps need all ranks."""
 
     @functools.wraps(join)
     def joined(
@@ -147,7 +145,7 @@ def _along(join: Callable[..., Any]) -> Callable[..., Any]:
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Any:
-        from ..engine import live_engines  # DDP's own join() alone needs none of it
+        from ..engine import live_engines  # not at the top: imported only when join() is called
 
         if not enable:
             return join(self, divide_by_initial_world_size, enable, throw_on_early_termination)
@@ -156,9 +154,9 @@ def _along(join: Callable[..., Any]) -> Callable[..., Any]:
         for engine in live_engines():
             if engine.takeover is not None and engine.takeover.module is self.module:
                 raise BindingError(
-                    "DistributedDataParallel.join() was called, and an optimizer took the module over: DDP has no "
-                    "reductions left that a rank without a batch could follow. Use `with optimizer.join():`, or pass "
-                    "model.parameters() without the module at stage 0 or 1."
+                    "use `with optimizer.join():`, or pass model.parameters() without the module at stage 0 or 1: "
+                    "DistributedDataParallel.join() was called, and an optimizer took the module over, so DDP has no "
+                    "reductions left that a rank without a batch could follow."
                 )
             if engine.takeover is None and any(param in own for param in engine.params):
                 beside.append(cast(Joinable, engine.owner))

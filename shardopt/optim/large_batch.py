@@ -73,7 +73,7 @@ class ShardedLARS(ShardedOptimizer):
             {\lVert g_t \rVert + \lambda \lVert \theta_{t-1} \rVert + \epsilon} \, (g_t + \lambda \theta_{t-1}) \\
         \theta_t &= \theta_{t-1} - b_t
 
-    Norms are over whole params, on however many ranks their elements lie. The factor behind :math:`\gamma` is 1 where
+    Norms are over whole params, on however many ranks their elements lie. The factor after :math:`\gamma` is 1 where
     one of the norms is 0.
 
     Args:

@@ -39,11 +39,11 @@ def like(
     """Make the ``__init__`` of a sharded optimizer out of its bare signature ``(self, params, ..., **options)``.
 
     Args:
-        made: the torch class whose arguments these are, or what makes the defaults of param groups of them; it raises
-            what is wrong with them.
-        chosen_by: numbers above 0 that torch's class does not take, None by default: each is a key of the param groups
-            when it is given, and the rule is the one that is returned then.
-        unread: keys of param groups that choose another class's rule: states under them are refused.
+        made: the torch class with these arguments, or a function that makes the defaults of param groups of them, and
+            raises the errors.
+        chosen_by: arguments that torch's class does not have, None by default, else a number above 0: one that is
+            given becomes a key of the param groups, and the function returns the rule that it chooses.
+        unread: keys of param groups that choose another class's rule: states with these keys are refused.
     """
     choosers = chosen_by or {}
 
@@ -53,7 +53,7 @@ def like(
         own = {name: each for name, each in signature.parameters.items() if name not in others}
 
         def check_group(chosen: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-            """What a param group says of the arguments, checked as they are."""
+            """Returns the arguments that a param group gives, checked like those of the constructor."""
             arguments = {name: _checked(each, group[name]) for name, each in own.items() if name in group}
             defaults_of(made, arguments)
             for name in choosers:
@@ -61,7 +61,7 @@ def like(
                     arguments[name] = number(group[name], name, above=0)
                 elif group.get(name) is not None:
                     raise ValueError(
-                        f"give {name} to the optimizer too, {name}=inf for groups without it: a param group says "
+                        f"give {name} to the optimizer too, and {name}=inf to groups without it: a param group has "
                         f"{name}={group[name]!r}, which the optimizer's rule does not read."
                     )
             return arguments
@@ -97,23 +97,23 @@ def checked_for(kind: type[ShardedOptimizer], arguments: Mapping[str, Any]) -> d
 
 
 def recipe(kind: type[ShardedOptimizer]) -> tuple[Rule, dict[str, Any]]:
-    """The rule of a class that is made by :func:`like`, and the defaults of its param groups.
+    """Returns the rule of a class that is made by :func:`like`, and the defaults of its param groups.
 
-    Without an optimizer: to construct one torch imports its compiler, for seconds.
+    It constructs no optimizer, for which torch would import its compiler, in seconds.
     """
     rule, default_group = _RECIPES[kind.__init__]
     return rule, default_group()
 
 
 def _checked(parameter: inspect.Parameter, value: Any) -> Any:
-    """The value, in Python's own type where it is NumPy's; its range is for torch to judge.
+    """Returns the value, converted from NumPy's types to Python's. torch checks its range.
 
     Raises:
-        TypeError: it is not a number, flag or tuple of numbers, as the parameter's default is.
+        TypeError: it is not a number, flag or tuple of numbers like the parameter's default.
     """
     default, name = parameter.default, parameter.name
     if "str" in str(parameter.annotation) or "Mapping" in str(parameter.annotation):
-        return value  # for what makes the defaults to judge
+        return value  # checked where the defaults are made
     if default is None or isinstance(default, bool):
         return None if value is None and default is None else flag(value, name, or_none=" or None" * (default is None))
     may_be_tensor = "Tensor" in str(parameter.annotation)
@@ -128,8 +128,8 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
 
 
 def _number(value: Any, name: str, may_be_tensor: bool) -> Any:
-    """Of Python; a tensor where torch takes one, since a scheduler may write to it."""
-    with suppress(ValueError):  # NaN, for which torch has words of its own
+    """Returns Python's number; a tensor if torch takes one, since a scheduler may write to it."""
+    with suppress(ValueError):  # NaN, for which torch has its own message
         found = number(value, name)
         if isinstance(value, Tensor) and not may_be_tensor:
             return found
@@ -138,7 +138,7 @@ def _number(value: Any, name: str, may_be_tensor: bool) -> Any:
 
 @functools.cache
 def _bare(torch_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The same without torch's own ``add_param_group``, which imports its compiler."""
+    """Returns the class without torch's own ``add_param_group``, which imports its compiler."""
 
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         self.param_groups.append({**self.defaults, **param_group})
@@ -147,7 +147,7 @@ def _bare(torch_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimize
 
 
 def _refuse_nan(arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError for one that torch let pass: no rule can use it, if not at the first step."""
+    """Raises ValueError for a NaN that torch accepts: no step could use it."""
     for name, value in arguments.items():
         for each in value if isinstance(value, tuple | list) else (value,):
             if isinstance(each, float | Tensor):
@@ -155,7 +155,7 @@ def _refuse_nan(arguments: Mapping[str, Any]) -> None:
 
 
 def defaults_of(made: type[torch.optim.Optimizer] | Defaults, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The param groups' defaults, as torch makes them of these arguments, or torch's error."""
+    """Returns the defaults of param groups that torch makes of these arguments, or raises torch's error."""
     if isinstance(made, type):
         construct = cast(Callable[..., torch.optim.Optimizer], _bare(made))
         defaults = construct([torch.empty(0, 0, device="cpu")], **arguments).defaults
@@ -166,10 +166,10 @@ def defaults_of(made: type[torch.optim.Optimizer] | Defaults, arguments: dict[st
 
 
 def in_range(**arguments: Any) -> dict[str, Any]:
-    """The defaults of param groups of a class that torch does not have: its arguments.
+    """Returns the defaults of param groups of a class that torch does not have: its arguments.
 
     Raises:
-        ValueError: one is out of its range; in the words of torch's classes.
+        ValueError: one is out of range; the message is that of torch's classes.
     """
     for name, value in arguments.items():
         if name == "lr":

@@ -1,4 +1,4 @@
-"""Which params a rule of whole matrices takes, and which of a module are better left to AdamW."""
+"""Which params a rule of whole matrices takes, and which params of a module AdamW should take."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ..config import Options
     from ..rules import Rule
 
-# What the last layer of a model is called, where no embedding tells its size.
+# Names of the last layer of a model, for models without an embedding of the same size.
 _HEADS = ("lm_head", "head", "output", "out", "classifier", "score", "unembed", "fc_out")
 
 
 def check_matrix_options(rule: Rule, options: Options) -> None:
-    """Raises ShardoptError for options that a rule of whole matrices cannot have."""
+    """Raises ShardoptError for options that a rule of whole matrices cannot follow."""
     if not any(isinstance(each, MatrixRule) for each in rules_in(rule)):
         return
     if options.release_gradients:
@@ -41,14 +41,14 @@ def check_matrices(rule: Rule, group: Mapping[str, Any]) -> None:
     """Checks the params of a group whose rule is one of whole matrices.
 
     Raises:
-        ValueError: a param holds no matrices, or not as many as the group says.
-        ShardoptError: a param is a DTensor whose slices no rank can put together.
+        ValueError: a param holds no matrices, or another number than the group says.
+        ShardoptError: a param is a DTensor whose slices no rank can assemble.
     """
     if not isinstance(rule.of(group), MatrixRule):
         return
     matrices = group.get("matrices")
     for param in group["params"]:
-        if matrices is None and param.ndim != 2:  # in torch's words
+        if matrices is None and param.ndim != 2:  # with torch's message
             name, size = rule.of(group).name.capitalize(), param.size()
             raise ValueError(f"{name} only supports 2D parameters whereas we found a parameter with size: {size}")
         matrices_of(param.shape, matrices)
@@ -85,8 +85,8 @@ def _heads(module: nn.Module, rows: set[int]) -> Iterator[torch.Tensor]:
         yield list(linears.values())[-1].weight
 
 
-def parts_of(group: Mapping[str, Any], apart: set[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    """Parts the params of a group: matrices of hidden layers, and all others. Names stay with params that have one."""
+def split_params(group: Mapping[str, Any], apart: set[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    """Splits the params of a group into matrices of hidden layers and all others. Named params keep their names."""
     params = group["params"]
     listed = [params] if isinstance(params, torch.Tensor) else list(params)
     hidden: list[Any] = []

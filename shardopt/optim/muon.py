@@ -1,4 +1,4 @@
-"""Muon for matrices of hidden layers, and AdamW for all else, in one optimizer."""
+"""Muon for matrices of hidden layers, and AdamW for all other params, in one optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..rules.choice import KEY, RuleChoice
 from ..rules.muon import muon
 from .classes import ShardedAdamW
 from .like import checked_for, defaults_of, like
-from .matrices import apart_from_matrices, parts_of
+from .matrices import apart_from_matrices, split_params
 from .optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _ADAMW_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize",
 
 
 def _muon_defaults(adamw: Mapping[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
-    """The defaults of param groups, as ``torch.optim.Muon`` makes them, or the error."""
+    """Returns the defaults of param groups that ``torch.optim.Muon`` makes, or raises its error."""
     number(arguments.get("eps", 0), "eps", least=0)
     if whole(arguments.get("ns_steps", 0), "ns_steps", least=0) >= 100:  # torch says so in the first step
         raise ValueError("Number of steps must be less than 100 for computational efficiency")
@@ -44,7 +44,7 @@ def _muon_defaults(adamw: Mapping[str, Any] | None = None, **arguments: Any) -> 
 
 
 def _of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of AdamW's param groups with these arguments, or the error."""
+    """Returns the defaults of AdamW's param groups with these arguments, or raises its error."""
     return defaults_of(torch.optim.AdamW, checked_for(ShardedAdamW, arguments))
 
 
@@ -60,7 +60,7 @@ class ShardedMuon(ShardedOptimizer):
     are torch's for fp32 params, at every stage and number of ranks.
 
     Param groups may say ``rule="muon"`` or ``rule="adamw"``. Where the module is handed over, a group that says neither
-    is parted: 2D weights of hidden layers take Muon; embeddings, heads, norms, biases and all else take AdamW, with
+    is split: 2D weights of hidden layers take Muon; embeddings, heads, norms, biases and all else take AdamW, with
     AdamW's own defaults. ``print(optimizer)`` shows which param took which. ``matrices=3`` in a group cuts each of its
     params into three along the first dimension (a fused qkv); ``matrices="stack"`` takes 3D params as stacks.
 
@@ -96,32 +96,32 @@ class ShardedMuon(ShardedOptimizer):
     def _groups_of(
         cls, module: nn.Module, defaults: Mapping[str, Any], given: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        hidden, others = parts_of({"params": module.parameters()}, apart_from_matrices(module))
+        hidden, others = split_params({"params": module.parameters()}, apart_from_matrices(module))
         of_adamw = _of_adamw(given.get("adamw") or {})
         return [{**defaults, "params": hidden, KEY: _MUON}, {**defaults, **of_adamw, "params": others, KEY: _ADAMW}]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`ShardedOptimizer.add_param_group`. A group that is parted becomes two."""
+        """See :meth:`ShardedOptimizer.add_param_group`. A group that is split becomes two."""
         count = len(self.param_groups)
         try:
-            for each in self._parted(param_group):
+            for each in self._split(param_group):
                 super().add_param_group(each)
         except Exception:
             del self.param_groups[count:]
             raise
 
-    def _parted(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(group, dict) or "params" not in group:
-            return [group]  # refused where it is added
+            return [group]  # add_param_group() of the base class refuses it
         if KEY in group or self.options.module is None:
             return [self._filled(group)]
-        hidden, others = parts_of(group, self._apart)
+        hidden, others = split_params(group, self._apart)
         own = {name: value for name, value in group.items() if name != "params" and name not in self.defaults}
-        parted = [{**group, "params": hidden, KEY: _MUON}, {**own, "params": others, KEY: _ADAMW}]
-        return [self._filled(each) for each in parted if each["params"]]
+        split = [{**group, "params": hidden, KEY: _MUON}, {**own, "params": others, KEY: _ADAMW}]
+        return [self._filled(each) for each in split if each["params"]]
 
     def _filled(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns a group that has AdamW's defaults, if that is its rule: never Muon's learning rate."""
+        """Returns the group, with AdamW's defaults if that is its rule: never with Muon's learning rate."""
         if group.get(KEY) != _ADAMW:
             return group
         given = _of_adamw(self._given["adamw"] or {})

@@ -1,4 +1,4 @@
-"""An optimizer that schedulers, scalers, DDP scripts and frameworks take for torch's own."""
+"""The base class: an optimizer that schedulers, scalers, DDP scripts and frameworks use as one of torch's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     """The arguments of the constructor, for classes with torch's arguments."""
 
     _unread: tuple[str, ...] = ()
-    """Arguments that choose another rule where they are given, and were not: this one reads none of them in a group."""
+    """Keys of param groups that would choose another rule: this optimizer was constructed without them."""
 
     _fixed: Mapping[str, Any] = MappingProxyType({})
     """Values of param groups that belong to the class: no state dict or checkpoint changes them."""
@@ -86,16 +86,16 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def _groups_of(
         cls, module: torch.nn.Module, defaults: Mapping[str, Any], given: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """The param groups that the constructor makes of a module, for planners.
+        """Returns the param groups that the constructor makes of a module, for planners.
 
         Args:
             defaults: of param groups.
-            given: other arguments of the constructor.
+            given: the other arguments of the constructor.
         """
         return [{**defaults, "params": list(module.parameters())}]
 
     def _begin(self) -> None:
-        """Takes the module over and lists this optimizer among the live ones, once the params are known."""
+        """Takes the module over and lists the engine, once the params are known."""
         if self.options.module is not None:
             self.engine.take_over(self.options.module)
         self.engine.enroll()
@@ -144,8 +144,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Raises:
             BindingError: no bucket can hold a param, or values are missing, unknown or superfluous.
             TypeError: ``state_dict`` is not a mapping of names to dense tensors.
-            Exception: an initializer raised; other ranks raise DisagreementError. Forwards are refused
-                until this call succeeds on every rank.
+            Exception: an initializer raised; other ranks raise DisagreementError. Forwards raise until this call
+                succeeds on every rank.
         """
         self.engine.bind(state_dict, init_fn)
 
@@ -269,7 +269,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def state(self, value: Mapping[Any, Any]) -> None:
         """Only an empty one can be assigned, which is how scripts of torch forget all states."""
         if value:
-            raise StateError("optimizer.state lies in shards and cannot be assigned: call load_state_dict().")
+            raise StateError("call load_state_dict(): optimizer.state lies in shards and cannot be assigned.")
         if "param_groups" in self.__dict__:  # torch's constructor assigns one, before there are groups
             self.engine.replace_states({}, {})
 
@@ -307,7 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             post_hook(self)
 
     def _hooked(self, hooks: Mapping[int, Any], state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns the dict, or what a hook returned instead."""
+        """Returns the dict, or the dict that a hook returned."""
         for hook in hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -323,13 +323,13 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             to: ``"cpu"`` for host memory, or a directory for a file in it.
 
         Raises:
-            OffloadError: the tier cannot hold them. They are where they were, on every rank.
+            OffloadError: the tier cannot hold them. Nothing moved, on any rank.
             TypeError: ``to`` is neither.
         """
         self.engine.offload(to)
 
     def reload(self) -> None:
-        """Undoes :meth:`offload`; after an OffloadError nothing moved, on any rank. Collective."""
+        """Undoes :meth:`offload`. After an OffloadError nothing moved, on any rank. Collective."""
         self.engine.reload()
 
     def __deepcopy__(self: Optimizer, memo: dict[int, Any]) -> Optimizer:
@@ -344,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.copy_states(other.engine, lambda value: copy.deepcopy(value, memo))
         # torch's copies, too, omit hooks and what schedulers patched onto the instance.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
-        # torch adds flags that groups of a user's own rule lack, and a step would look for them.
+        # torch adds flags that a user's own rule does not have, and a step would look for them in the groups.
         other.defaults = {key: other.defaults[key] for key in self.defaults}
         other._begin()
         return other
@@ -359,8 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def close(self) -> None:
         """Gives every param its own storage, and frees master weights and states. Collective at stage 3.
 
-        The model stays usable; a DDP module reduces its own gradients again. Waits for a rank that still reads this
-        rank's states, until that rank closes too or asks nothing for a few seconds.
+        The model stays usable; a DDP module reduces its own gradients again. The call waits while another rank reads
+        this rank's states, until that rank closes too or reads nothing for a few seconds.
         """
         self.engine.close()
 
@@ -369,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """The units of stage 3 by name: ``opt.units["layers.0"].unshard()``. Empty below stage 3, and before
         ``bind()`` or the first forward.
 
-        A unit is what is gathered together: one of a run of like blocks, or what ``Tuning(units=...)`` says.
+        A unit is gathered as a whole: one of the model's repeated blocks, or what ``Tuning(units=...)`` says.
         """
         return self.engine.units()
 
@@ -393,14 +393,14 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         Args:
             writer: a ``SummaryWriter`` of TensorBoard (names then begin with ``shardopt/``), or a function of a dict.
-            every: how many steps lie between two reports.
+            every: number of steps from one report to the next.
 
         Returns:
             A handle, whose ``remove()`` ends it.
 
         Raises:
             TypeError: ``writer`` is neither.
-            ValueError: ``every`` is not a number of steps.
+            ValueError: ``every`` is below 1.
         """
         from .reports import log
 
@@ -411,14 +411,14 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         Args:
             path: a directory, made if missing; each rank that calls this has a file in it. One directory takes one
-                optimizer. Where a file cannot be written later, a warning says so and training goes on.
+                optimizer. If a file cannot be written later, training goes on with a warning.
             every: seconds between two reports, at least.
 
         Returns:
             A handle, whose ``remove()`` ends it.
 
         Raises:
-            TypeError, ValueError: ``path`` is no path, or ``every`` not a number of seconds.
+            TypeError, ValueError: ``path`` is not a path, or ``every`` is not a number of seconds.
             OSError: the directory cannot be made.
         """
         from .reports import monitor

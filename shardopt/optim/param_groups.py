@@ -1,4 +1,4 @@
-"""Param groups: what a new one may hold, and how those of a loaded state dict match the optimizer's own."""
+"""Checks new param groups, and matches those of a loaded state dict with the optimizer's own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Group = dict[str, Any]
 Params: TypeAlias = ParamsT | torch.nn.Module
-"""What a constructor takes: tensors, named tensors or param groups, as torch; or a module, which is handed over."""
+"""The first argument of a constructor: tensors, named tensors or param groups, as in torch; or a module."""
 
-# Accepted by torch, wrong here: what would go wrong, what to do.
+# Flags that torch accepts and shardopt cannot: what would go wrong, and what to do.
 _REFUSED_FLAGS = {
-    "capturable": "the step's scalars are computed on the host, so a captured graph would replay those of one step for "
-    "ever; pass capturable=False and run the step outside of the graph",
+    "capturable": "the step's scalars are computed on the host, so a captured graph would replay those of one step "
+    "forever; pass capturable=False and run the step outside of the graph",
     "differentiable": "params are updated in place by one fused kernel, which autograd cannot see; pass "
     "differentiable=False, or use the torch class where gradients must flow through the step",
 }
@@ -33,13 +33,13 @@ _REFUSED_FLAGS = {
 def read_arguments(
     name: str, params: Any, defaults: object, rule: Rule, options: OptionKeywords
 ) -> tuple[Any, Rule, Options]:
-    """The arguments of an optimizer's constructor, checked: params, the rule with what the options add, the options.
+    """Returns the checked arguments of an optimizer's constructor: params, the rule with what options add, options.
 
     Args:
         name: of the optimizer's class.
 
     Raises:
-        TypeError: an argument is none of what it may be.
+        TypeError: an argument has another type.
     """
     if not isinstance(rule, Rule):
         raise TypeError(f"rule takes what shardopt.rule makes of a function, found {type(rule).__name__}.")
@@ -71,14 +71,14 @@ def read_arguments(
 
 
 def check_given(group: Any, defaults: Mapping[str, Any], name: str) -> None:
-    """What can be wrong with a new param group before torch has filled in the defaults.
+    """Checks a new param group before torch has filled in the defaults.
 
     Args:
         name: of the optimizer's class.
 
     Raises:
         TypeError: it is not a param group.
-        ShardoptError: it asks for what a fused, host-steered update cannot do.
+        ShardoptError: it sets a flag that a fused update cannot follow.
     """
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"param_group must be a dict with 'params', found {type(group).__name__}.")
@@ -91,15 +91,15 @@ def check_given(group: Any, defaults: Mapping[str, Any], name: str) -> None:
 def check_added(
     group: Group, rule: Rule, check_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None
 ) -> None:
-    """What can be wrong with a new param group once it has all hyper-parameters.
+    """Checks a new param group once it has all hyper-parameters.
 
     Args:
-        check_arguments: of a class with torch's arguments: checks and returns those that it knows.
+        check_arguments: the check of a class with torch's arguments; it returns those that it knows.
 
     Raises:
         TypeError: a param is complex, or a hyper-parameter is not a number.
         ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
-        BindingError: the rule takes sums over rows and columns, and it cannot be told which of a DTensor a rank holds.
+        BindingError: the rule sums over rows and columns, and it is not known which of them a rank has of a DTensor.
     """
     from ..domain.norm_rules import check_slices
     from .matrices import check_matrices  # not at the top: test_fresh_process.py limits what an import loads
@@ -115,10 +115,10 @@ def check_added(
 
 
 def matched(given: Sequence[Group], groups: Sequence[Group], defaults: Mapping[str, Any]) -> list[Group]:
-    """Saved param groups with the params of the optimizer's own in place of their numbers.
+    """Returns saved param groups with the optimizer's params in place of their numbers.
 
     Raises:
-        ValueError: they do not match (torch's own messages).
+        ValueError: the groups do not match (torch's own messages).
     """
     saved = copy.deepcopy(list(given))
     if len(saved) != len(groups):
@@ -129,7 +129,7 @@ def matched(given: Sequence[Group], groups: Sequence[Group], defaults: Mapping[s
         )
     for new, own in zip(saved, groups, strict=True):
         new["params"] = own["params"]
-        for key in ("param_names", "process_group", "rule", "matrices"):  # torch's dicts know nothing of the last two
+        for key in ("param_names", "process_group", "rule", "matrices"):  # torch's dicts lack the last two
             if key in own:
                 new.setdefault(key, own[key])
         for key, value in defaults.items():  # a dict saved before torch knew the flag, or where there is no such flag
@@ -138,10 +138,10 @@ def matched(given: Sequence[Group], groups: Sequence[Group], defaults: Mapping[s
 
 
 def copied(state_dict: object) -> dict[str, Any]:
-    """A shallow copy, for hooks to change.
+    """Returns a shallow copy, which hooks may change.
 
     Raises:
-        TypeError: it is not a state dict.
+        TypeError: the argument is not a state dict.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError(

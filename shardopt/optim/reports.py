@@ -1,6 +1,6 @@
-"""What an optimizer tells while it trains: to a logger, or to a file that ``shardopt top`` shows.
+"""Reports of a training to a logger, or to a file that ``shardopt top`` shows.
 
-Both are hooks behind ``step()``, as torch has them: an optimizer that tells nothing pays nothing.
+Both are step post hooks of torch, so an optimizer without reports has no cost.
 """
 
 import json
@@ -22,7 +22,7 @@ Handle = torch.utils.hooks.RemovableHandle
 
 
 class SummaryWriter(Protocol):
-    """TensorBoard's, or what has its method."""
+    """TensorBoard's writer, or any object with its method."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
 
@@ -31,7 +31,7 @@ Writer = SummaryWriter | Callable[[Facts], object]
 
 
 class Reporter:
-    """Counts steps, and reads what there is to tell.
+    """Counts steps, and reads the facts of a report.
 
     Facts are numbers by name: ``step`` (calls of ``step()`` since this began), ``updates`` (those that changed params),
     ``skipped`` (the others), ``grad_norm`` where it is known, ``seconds/<phase>``, ``memory/<kind>/<tier>`` and
@@ -42,10 +42,10 @@ class Reporter:
         self.steps = 0
         self._engine, self._updates = engine, engine.updates
         self._received: Mapping[str, int] = engine.traffic()
-        self._told = 0  # steps, when the traffic was read
+        self._read_at = 0  # number of steps at the last read of the traffic
 
     def read(self) -> Facts:
-        """What there is to tell after this step."""
+        """Returns the facts after this step."""
         engine = self._engine
         updates, norm = engine.updates - self._updates, engine.grad_norm
         facts: Facts = {"step": self.steps, "updates": updates, "skipped": self.steps - updates}
@@ -53,10 +53,10 @@ class Reporter:
         facts |= {f"seconds/{phase}": seconds for phase, seconds in engine.timings().items()}
         for kind, tiers in engine.memory().items():
             facts |= {f"memory/{kind}/{tier}": nbytes for tier, nbytes in tiers.items()}
-        received, steps = engine.traffic(), max(self.steps - self._told, 1)
+        received, steps = engine.traffic(), max(self.steps - self._read_at, 1)
         for kind, nbytes in received.items():
             facts[f"traffic/{kind}"] = (nbytes - self._received.get(kind, 0)) / steps
-        self._received, self._told = received, self.steps
+        self._received, self._read_at = received, self.steps
         return facts
 
 
@@ -86,7 +86,7 @@ def log(optimizer: torch.optim.Optimizer, engine: "Engine", writer: Writer, ever
 
 def monitor(optimizer: torch.optim.Optimizer, engine: "Engine", directory: Path, seconds: float) -> Handle:
     """See :meth:`ShardedOptimizer.monitor`."""
-    directory = directory.absolute()  # a script may go elsewhere
+    directory = directory.absolute()  # a script may change its working directory
     directory.mkdir(parents=True, exist_ok=True)
     reporter, last = Reporter(engine), -float("inf")
 
@@ -97,13 +97,13 @@ def monitor(optimizer: torch.optim.Optimizer, engine: "Engine", directory: Path,
         if now - last < seconds:
             return
         last = now
-        # Of the whole training: ranks of two process groups have two files.
+        # Ranks of the whole training, so that each rank has a file of its own.
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         found = {"rank": rank, "ranks": ranks, "time": time.time(), "optimizer": type(optimizer).__name__}
         text = json.dumps({**found, "facts": reporter.read()})
         try:
             _replace(directory / f"rank{rank}.json", text)
-        except OSError as error:  # an error here would leave the other ranks alone in their next step
+        except OSError as error:  # raised, it would leave the other ranks waiting in their next step
             warnings.warn(
                 f"opt.monitor() could not write to {directory} ({error}). Training goes on; shardopt top shows older "
                 "numbers.",
@@ -114,10 +114,10 @@ def monitor(optimizer: torch.optim.Optimizer, engine: "Engine", directory: Path,
 
 
 def _replace(file: Path, text: str) -> None:
-    """Whoever reads the file finds the old text or the new one."""
+    """Replaces the file atomically: a reader finds the old text or the new one."""
     new = file.with_suffix(f".{os.getpid()}")
     new.unlink(missing_ok=True)
-    # For this user alone, as all that is written; never through a link that somebody else put there.
+    # Readable by this user alone, and never written through a link that somebody else made.
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as opened:
         opened.write(text)
     new.replace(file)

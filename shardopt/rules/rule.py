@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from ..arguments import flag, mapping, texts
-from ..config import StateFormat
+from ..config.formats import StateFormat
 from ..errors import RuleError, ShardoptError
 from .language import RuleReader, parse_rule
 

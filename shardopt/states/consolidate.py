@@ -1,4 +1,4 @@
-"""Gathers every state on one rank, with the help of all ranks."""
+"""Gathers every state on one rank; all ranks take part."""
 
 from __future__ import annotations
 

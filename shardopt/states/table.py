@@ -1,11 +1,11 @@
-"""The states of an optimizer's params, wherever they are: waiting to be bound, in shards, or consolidated.
+"""The states of an optimizer's params: waiting to be bound, in shards, or consolidated.
 
 ``optimizer.state`` is a view of this table (``optim/state_view.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +25,13 @@ States = dict[torch.nn.Parameter, ParamState]
 
 
 class StateTable:
-    """The states by local param: the state of a DTensor is that of its local tensor.
+    """The states by local param: a DTensor has the state of its local tensor.
 
     Attributes:
         domains_of_model: None before the first step.
         waiting: states that were loaded, until their params are bound.
         consolidated: the states of all params, from ``consolidate_state_dict()`` to the next step.
-        own: what the user keeps beside them, by keys that are not tensors.
+        own: the user's own entries, by keys that are not tensors.
     """
 
     def __init__(self, rule: Rule, locals_: DTensorLocals):
@@ -50,7 +50,7 @@ class StateTable:
         return None if self.domains_of_model is None else self.domains_of_model.domain_of(local)
 
     def find(self, param: torch.nn.Parameter, group: Group) -> ParamState | None:
-        """Returns the state of a param; None before its first step, unless the rule fills states before."""
+        """Returns the state of a param; None before its first step, unless the rule has initial states."""
         local = self._locals.of(param)
         if self.consolidated is not None:
             return self.consolidated.get(local) or self._initial(local, group)
@@ -63,15 +63,15 @@ class StateTable:
     def _initial(self, local: torch.nn.Parameter, group: Group) -> ParamState | None:
         """Returns the state before the first step of a param that is not bound; None if the rule has none."""
         values = self._rule.initial_values(group)
-        with torch._C.DisableTorchFunctionSubclass():  # only the shape is read, which a resharded param has
+        with torch._C.DisableTorchFunctionSubclass():  # a resharded param allows only its shape to be read
             tensors = {name: torch.full_like(local, value, dtype=torch.float32) for name, value in values.items()}
         return ParamState(tensors=tensors) if values else None
 
     def has(self, param: torch.nn.Parameter, group: Group, counts_steps: bool) -> bool:
-        """True if the param's state holds anything in torch's form (that of plain SGD does not). Reads no tensor.
+        """True if the param's state is not empty in torch's form, as that of plain SGD is. Reads no tensor.
 
         Args:
-            counts_steps: True if a state shows its count of steps.
+            counts_steps: True if a state shows its step count.
         """
         local = self._locals.of(param)
         domain = self.domain_of(local) if self.consolidated is None else None
@@ -105,7 +105,7 @@ class StateTable:
         return read
 
     def put(self, param: torch.nn.Parameter, read: ParamState, has_state: bool) -> None:
-        """Loads one checked state; without one the param returns to before its first step."""
+        """Loads one checked state. With ``has_state`` False the param is as before its first step."""
         local = self._locals.of(param)
         self.consolidated = None
         domain = self.domain_of(local)
@@ -118,7 +118,7 @@ class StateTable:
             self.waiting.pop(local, None)
 
     def replace(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
-        """Loads checked states by param, and forgets those of all other params.
+        """Loads checked states by param, and drops those of all other params.
 
         Raises:
             OffloadError: the store cannot keep the states; nothing changed.
@@ -129,24 +129,15 @@ class StateTable:
         with torch.no_grad():
             for domain in self.domains:
                 load_states(domain, states)
-        self.wait(waiting)
+        self.waiting = waiting
         self.consolidated = None
-
-    def wait(self, states: States) -> None:
-        """Keeps these states, and no others, until their params are bound."""
-        self.waiting = states
-
-    def forget_waiting(self, locals_: Iterable[torch.nn.Parameter]) -> None:
-        """Forgets the waiting states of these params, which were bound with them."""
-        for local in locals_:
-            self.waiting.pop(local, None)
 
     # -- the param group of a param --------------------------------------------------------------------------------
 
     def group_of(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
-        """Returns the group of a param without a walk through all groups; None if it is in none."""
+        """Returns the group of a param without a search through all groups; None if no group has it."""
         found = self._look(groups, param)
-        if found is None:  # the index does not fit the groups any more
+        if found is None:  # the index is out of date
             self._places = {
                 each: (number, index)
                 for number, group in enumerate(groups)

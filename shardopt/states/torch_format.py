@@ -22,11 +22,11 @@ def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[st
     """Returns ``{"state": {number: {...}}, "param_groups": [...]}``.
 
     Args:
-        states: by param; another key is the user's own and stays.
+        states: by param; other keys are the user's own and are kept.
     """
     index: dict[int, int] = {}
     for number, param in enumerate(param for group in groups for param in group["params"]):
-        index.setdefault(id(param), number)  # as torch: a param that is listed twice has its first number
+        index.setdefault(id(param), number)  # as in torch, a param that is listed twice has its first number
     numbered = [
         {key: [index[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
         for group in map(without_process_group, groups)
@@ -41,37 +41,37 @@ def to_state_dict(groups: Sequence[Group], states: Mapping[Any, Any]) -> dict[st
 def check_same_rules(
     rule: Rule, unread: Sequence[str], fixed: Mapping[str, Any], saved: Sequence[Group], own: Sequence[Group]
 ) -> None:
-    """Checks that saved param groups name no other rules than the optimizer's own groups have.
+    """Checks that saved param groups have the same rules as the optimizer's own groups.
 
     Args:
         rule: of the optimizer.
         unread: keys that choose another rule than the optimizer has.
-        fixed: values that belong to the optimizer's class. A flag among them that the rule reads is the class's own
-            whatever was saved, as in torch. One that it does not read tells that another rule was saved.
+        fixed: values that belong to the optimizer's class. A flag that the rule reads keeps the class's value, whatever
+            was saved, as in torch. A flag that the rule does not read shows that another rule was saved.
 
     Raises:
-        StateError: they do.
+        StateError: a rule differs.
     """
     for number, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
         for key in unread:
             if theirs.get(key) is not None:
                 raise StateError(
-                    f"construct the optimizer with {key}={theirs[key]!r}, of the class that was saved, or take {key!r} "
-                    f"out of the dict's groups: group {number} has it, no step of this optimizer would read it, and "
-                    "nothing was loaded."
+                    f"construct the optimizer with {key}={theirs[key]!r}, of the class that was saved, or remove "
+                    f"{key!r} from the dict's groups: group {number} has it, and no step of this optimizer would read "
+                    "it. Nothing was loaded."
                 )
         for key, value in fixed.items():
             if key not in rule.flags and bool(theirs.get(key, value)) != value:
                 raise StateError(
                     f"construct an optimizer of the class that was saved: group {number} of the dict has "
-                    f"{key}={theirs[key]!r}, which the rule {rule.name!r} does not read, so its steps would be other "
-                    "ones. Nothing was loaded."
+                    f"{key}={theirs[key]!r}, which the rule {rule.name!r} does not read, so its steps would differ. "
+                    "Nothing was loaded."
                 )
         names = name_in(rule, theirs), name_in(rule, mine)
         if names[0] != names[1]:
             raise StateError(
                 f"construct the optimizer with the groups that were saved: group {number} of the dict takes the rule "
-                f"{names[0]!r}, here it takes {names[1]!r}, whose states and updates are others. Nothing was loaded."
+                f"{names[0]!r}, here it takes {names[1]!r}, which has other states and updates. Nothing was loaded."
             )
 
 
@@ -96,7 +96,7 @@ def read_state_dict(
         if key not in owners:
             raise StateError(
                 f"load the state dict as it was saved: it has a state for {key!r}, which none of its param groups "
-                "lists. It was edited or belongs to another optimizer."
+                "lists, so it was edited or belongs to another optimizer."
             )
         name, param, group = owners[key]
         loaded[param] = table.read(state, group, param, name)

@@ -11,7 +11,7 @@ from ..checkpoint.publish import find, published
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
 from .progress import progress
-from .terminal import Answer
+from .terminal import CommandResult
 from .values import index
 
 _DIRECTORY = "a directory that save_checkpoint() was given (its newest checkpoint is taken), or one checkpoint in it"
@@ -51,14 +51,16 @@ def add_commands(commands: Any) -> None:
     export.set_defaults(run=_export)
 
 
-def _inspect(options: argparse.Namespace) -> Answer:
-    return Answer(as_data(options.directory), "\n".join(describe(options.directory)))
+def _inspect(options: argparse.Namespace) -> CommandResult:
+    return CommandResult(as_data(options.directory), "\n".join(describe(options.directory)))
 
 
-def _verify(options: argparse.Namespace) -> Answer:
+def _verify(options: argparse.Namespace) -> CommandResult:
     paths = published(options.directory) if options.all else [find(options.directory)]
     if not paths:
-        raise CheckpointError(f"{options.directory} holds no checkpoint")
+        raise CheckpointError(
+            f"give the directory that save_checkpoint() was given: {options.directory} holds no checkpoint."
+        )
     lines, read = [], []
     for path in paths:
         total = sum(each.stat().st_size for each in path.glob("*.safetensors"))
@@ -70,10 +72,10 @@ def _verify(options: argparse.Namespace) -> Answer:
         lines += [] if problems else [f"whole    {path}: {size(total)} in {seconds:.1f} s"]
         read.append({"path": str(path), "bytes": total, "seconds": seconds, "problems": problems})
     is_whole = not any(each["problems"] for each in read)
-    return Answer({"whole": is_whole, "checkpoints": read}, "\n".join(lines), is_whole)
+    return CommandResult({"whole": is_whole, "checkpoints": read}, "\n".join(lines), is_whole)
 
 
-def _export(options: argparse.Namespace) -> Answer:
+def _export(options: argparse.Namespace) -> CommandResult:
     with Checkpoint(find(options.directory)) as checkpoint:
         start = time.monotonic()
         with progress(f"writing {options.output}", data_bytes(checkpoint.manifest)) as advance:
@@ -83,4 +85,4 @@ def _export(options: argparse.Namespace) -> Answer:
                 export_weights(checkpoint, options.output, advance)
         seconds, nbytes = time.monotonic() - start, options.output.stat().st_size
         data = {"path": str(options.output), "bytes": nbytes, "from": str(checkpoint.path), "seconds": seconds}
-        return Answer(data, f"{options.output}: {size(nbytes)} from {checkpoint.path} in {seconds:.1f} s")
+        return CommandResult(data, f"{options.output}: {size(nbytes)} from {checkpoint.path} in {seconds:.1f} s")

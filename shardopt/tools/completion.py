@@ -1,12 +1,12 @@
-"""``shardopt completion``: what a shell needs to complete command lines, as text for it to read.
+"""``shardopt completion``: prints the script by which a shell completes command lines.
 
-Made from the parser, so that it knows every command and option; a shell that reads it starts no Python to complete.
+The script is made from the parser, so it has every command and option; completing with it starts no Python.
 """
 
 import argparse
 from typing import Any
 
-from .terminal import Answer
+from .terminal import CommandResult
 
 _BASH = """_shardopt() {{
     local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=""
@@ -45,7 +45,7 @@ def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
 
-    def complete(options: argparse.Namespace) -> Answer:
+    def complete(options: argparse.Namespace) -> CommandResult:
         known = {name: _options_of(each) for name, each in commands.choices.items()}
         helps = {each.dest: each.help or "" for each in commands._choices_actions}
         top = [each for each in _options_of(parser) if each.option_strings]
@@ -53,7 +53,7 @@ def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
             script = _fish(known, helps, top)
         else:
             script = _ZSH * (options.shell == "zsh") + _bash(known, top)
-        return Answer({"shell": options.shell, "script": script}, script)
+        return CommandResult({"shell": options.shell, "script": script}, script)
 
     completion.set_defaults(run=complete)
 
@@ -64,7 +64,7 @@ def _options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _words(action: argparse.Action) -> str:
-    """Returns the words that it takes; none where any text is one."""
+    """Returns the words that an option takes; empty if it takes any text."""
     return " ".join(map(str, action.choices or ()))
 
 
@@ -98,7 +98,7 @@ def _fish(known: dict[str, list[argparse.Action]], helps: dict[str, str], top: l
 
 
 def _given(option: argparse.Action) -> str:
-    """The flags of an option as fish is given them."""
+    """Returns the flags of an option, as fish takes them."""
     return "".join(f" -l {flag[2:]}" if flag.startswith("--") else f" -s {flag[1:]}" for flag in option.option_strings)
 
 

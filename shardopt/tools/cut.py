@@ -1,4 +1,4 @@
-"""The part of a model that one rank has, where tensor, pipeline or expert parallelism divides it: shapes only."""
+"""Divides a model by tensor, pipeline or expert parallelism: which params one rank has, and of which shapes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:(\d+)\.)?")
 
 @dataclass(frozen=True)
 class Cut:
-    """How many ranks a model is divided over; those that are left are data-parallel.
+    """How many ranks a model is divided over; the remaining factor is data-parallel.
 
     Attributes:
-        tensor: ranks that share each matrix evenly (whatever has two dimensions above 1); each holds all of the rest.
-        pipeline: stages of as many blocks each; what is before the first block, and after the last one, is at the ends.
+        tensor: ranks that share each matrix evenly (params with two dimensions above 1); each holds all other params.
+        pipeline: stages with as many blocks each; the first and the last also have what is before and after the blocks.
         experts: ranks that share the experts of a layer evenly: params in a module that is called ``experts``.
         micro_batches: backwards of a step.
         at_once: those of stages 0 and 1 run under ``no_sync()``, and ``reduce_gradients()`` follows.
 
     Raises:
-        TypeError, ValueError: one is no count, or both tensor and experts are above 1.
+        TypeError, ValueError: a field is not a count, or both tensor and experts are above 1.
     """
 
     tensor: int = 1
@@ -48,15 +48,15 @@ class Cut:
             flag(value, field.name) if field.name == "at_once" else whole(value, field.name, least=1)
         if self.tensor > 1 and self.experts > 1:
             raise ValueError(
-                "plan for tensor or for experts: tensor mates may cut experts, copy them or have others each, "
-                f"and which is not said, found tensor={self.tensor} and experts={self.experts}."
+                "plan for tensor or for experts: whether tensor ranks cut experts, copy them or hold different ones is "
+                f"not known, found tensor={self.tensor} and experts={self.experts}."
             )
 
     def data_parallel(self, ranks: int) -> int:
-        """Returns the ranks that hold the same of all but experts.
+        """Returns the number of ranks that hold the same params, apart from experts.
 
         Raises:
-            ValueError: there is no such number.
+            ValueError: the cut does not divide the ranks.
         """
         each = self.tensor * self.pipeline
         if ranks % (each * self.experts):
@@ -72,18 +72,18 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a rank has of one param."""
+class LocalParam:
+    """The slice of one param that a rank has."""
 
     shape: torch.Size
     is_expert: bool
 
 
-Part = Mapping[nn.Parameter, Piece]  # in the order of the model
+StageParams = Mapping[nn.Parameter, LocalParam]  # of one stage of the pipeline, in the order of the model
 
 
-def parts_of(module: nn.Module, units: Sequence[UnitPlan], cut: Cut) -> list[Part]:
-    """Returns what a rank of each pipeline stage has. A tied weight is on each stage that uses it.
+def params_by_stage(module: nn.Module, units: Sequence[UnitPlan], cut: Cut) -> list[StageParams]:
+    """Returns the params that a rank of each pipeline stage has. A tied weight is on each stage that uses it.
 
     Raises:
         ValueError: the model has fewer blocks than stages, or no experts.
@@ -92,7 +92,7 @@ def parts_of(module: nn.Module, units: Sequence[UnitPlan], cut: Cut) -> list[Par
     owners = {name: found for name, _ in named if cut.experts > 1 and (found := _EXPERTS.search(name)) is not None}
     if cut.experts > 1 and not owners:
         raise ValueError(
-            f"put experts in a module that is called experts, or leave experts={cut.experts} out: no param of "
+            f"put experts in a module that is called experts, or omit experts={cut.experts}: no param of "
             f"{type(module).__name__} has such a name, and nothing would be spread."
         )
     counts = Counter[str]()  # of the experts of a layer that are modules
@@ -100,7 +100,7 @@ def parts_of(module: nn.Module, units: Sequence[UnitPlan], cut: Cut) -> list[Par
         if found[1] is not None:
             counts[name[: found.start(1)]] = max(counts[name[: found.start(1)]], int(found[1]) + 1)
     stage_of = _stages(named, units, cut.pipeline)
-    parts: list[dict[nn.Parameter, Piece]] = [{} for _ in range(cut.pipeline)]
+    stages: list[dict[nn.Parameter, LocalParam]] = [{} for _ in range(cut.pipeline)]
     for number, (name, param) in enumerate(named):
         shape, owner = _local_shape(param), owners.get(name)
         if owner is None:
@@ -109,8 +109,8 @@ def parts_of(module: nn.Module, units: Sequence[UnitPlan], cut: Cut) -> list[Par
             shape = _first_of(shape, cut.experts)
         elif int(owner[1]) >= -(-counts[name[: owner.start(1)]] // cut.experts):
             continue
-        parts[stage_of[number]].setdefault(param, Piece(shape, owner is not None))
-    return list(parts)
+        stages[stage_of[number]].setdefault(param, LocalParam(shape, owner is not None))
+    return list(stages)
 
 
 def _local_shape(param: nn.Parameter) -> torch.Size:

@@ -1,4 +1,4 @@
-"""The model that is planned for where only its number of params is known."""
+"""A model to plan for, of which only the number of params is known."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from ..arguments import whole
 
 
 def transformer(numel: int) -> nn.Module:
-    """Returns a decoder of about this many params (the embedding takes the rest), on the meta device."""
+    """Returns a decoder with ``numel`` params on the meta device; its embedding takes what the layers leave."""
     numel = whole(numel, "numel (params of a model whose layers are laid out)", least=1, most=10**15)
     layers = max(1, round((numel / (12 * 128**2)) ** (1 / 3)))  # width 128 x depth, as is usual
     width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .terminal import Answer
+from .terminal import CommandResult
 
 _PACKAGES = ("shardopt", "torch", "triton", "numba", "numpy", "transformers", "accelerate", "lightning")
 
@@ -34,10 +34,10 @@ def add_doctor(commands: Any) -> None:
     doctor.set_defaults(run=_doctor)
 
 
-def _doctor(options: argparse.Namespace) -> Answer:
+def _doctor(options: argparse.Namespace) -> CommandResult:
     facts = facts_of(options.path)
     problem = f"{options.path} is not a directory, so direct I/O was not tried" * (not options.path.is_dir())
-    return Answer(facts, report(facts), problem=problem)
+    return CommandResult(facts, report(facts), problem=problem)
 
 
 def report(facts: Mapping[str, str]) -> str:
@@ -46,7 +46,7 @@ def report(facts: Mapping[str, str]) -> str:
 
 
 def facts_of(path: Path) -> dict[str, str]:
-    """Returns what there is, by name. ``path``: a directory in which direct I/O is tried."""
+    """Returns the facts by name. ``path``: a directory in which direct I/O is tried."""
     return dict(_facts(path))
 
 
@@ -86,8 +86,8 @@ def _devices() -> str:
 
 
 def _compiler() -> str:
-    """Tells whether Triton can compile what launches its kernels, which it does at the first step on a GPU."""
-    # An image without either fails there, after minutes of loading. Test:
+    """Returns whether Triton can compile its launchers, which it does at the first step on a GPU."""
+    # Without these the first step fails, after minutes of loading. Test:
     # test_doctor_looks_for_what_triton_compiles_with in tests/tools/test_plan.py.
     named = os.environ.get("CC")
     found = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
@@ -111,7 +111,7 @@ def _limit(kind: int) -> str:
 
 
 def _neighbours() -> str:
-    """Tells how CPU ranks of one machine may read each other's memory."""
+    """Returns how CPU ranks of one machine may read each other's memory."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     found = scope.read_text().strip() if scope.exists() else "0"
     return "ranks may read each other's memory" if found in ("0", "1") else f"through sockets (ptrace_scope {found})"

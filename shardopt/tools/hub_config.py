@@ -1,4 +1,4 @@
-"""The model of a Hugging Face ``config.json``, without its weights: every param has the shape that it will have."""
+"""Builds the model of a Hugging Face ``config.json`` without its weights: only the shapes of its params."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from ..errors import ShardoptError, UnsupportedVersionError
 
 
 def model_of(path: Path) -> nn.Module:
-    """Returns the model on the meta device; nothing is downloaded, and no code beside the config is run.
+    """Returns the model on the meta device. It downloads nothing, and runs no code of the folder.
 
     Raises:
         ShardoptError: the file is not the config of a model that Transformers knows.
@@ -28,15 +28,15 @@ def model_of(path: Path) -> nn.Module:
         raise ShardoptError(f"give a Hugging Face config.json: {file} has no model_type, so that its model is unknown.")
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedVersionError(
-            f"{file} is read with Transformers, which is missing: pip install transformers, or give --params."
+            f"pip install transformers, or give --params: {file} is read with Transformers, which is missing."
         )
-    # Transformers reads it when it is imported: some configs name weights of the hub, and their models fetch them.
+    # Transformers reads it at import: some configs name weights of the hub, which their models would download.
     os.environ["HF_HUB_OFFLINE"] = "1"
     return _made(_without_code(config), file)
 
 
 def _without_code(value: Any) -> Any:
-    """A config, and those in it, without the kernels that they choose: one may be code of the hub, or of its cache."""
+    """Returns a config, and its nested configs, without their choice of kernels, which may be code of the hub."""
     if isinstance(value, list):
         return [_without_code(each) for each in value]
     if not isinstance(value, dict):
@@ -61,9 +61,9 @@ def _made(config: dict[str, Any], file: Path) -> nn.Module:
             raise TypeError("it is not the class of a model")
         with torch.device("meta"):
             model: nn.Module = make(settings)
-    except Exception as error:  # of a library: what is wrong with a value shows anywhere in it
+    except Exception as error:  # a wrong value may fail anywhere in the library
         raise ShardoptError(
-            f"{file}: Transformers {transformers.__version__} cannot build {name} from it ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}). Correct the file, or give --params."
+            f"correct {file}, or give --params: Transformers {transformers.__version__} cannot build {name} from it "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]})."
         ) from error
     return model

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..optim.like import recipe
 from .optimizers import named, names
 from .progress import progress
-from .terminal import Answer
+from .terminal import CommandResult
 
 if TYPE_CHECKING:
     from ..checkpoint.foreign.source import Foreign
@@ -53,26 +53,26 @@ def add_import(commands: Any) -> None:
     command.add_argument(
         "--names", metavar="FILE", type=Path, help="names of the optimizer's params, in its order, one a line"
     )
-    for option, told in (
+    for option, words in (
         ("--frozen", "tensors of the model that are params without an optimizer"),
         ("--buffers", "tensors of the model that are buffers"),
         ("--drop", "tensors of the model to leave out: second names of tied params"),
     ):
         command.add_argument(
-            option, metavar="PATTERN", action="append", default=[], help=f"{told}: a name or 'layer.*'"
+            option, metavar="PATTERN", action="append", default=[], help=f"{words}: a name or 'layer.*'"
         )
     command.set_defaults(run=_import)
 
 
-def _import(options: argparse.Namespace) -> Answer:
-    """Raises CheckpointError: nothing was written."""
+def _import(options: argparse.Namespace) -> CommandResult:
+    """Raises CheckpointError if the source cannot be imported; nothing was written."""
     foreign = _read(options)
     every = {name: recipe(named(name)) for name in names()}
     plan = plan_import(foreign, *recognise(foreign, every, options.optimizer))
-    total = sum(piece.nbytes for piece in plan.pieces)
+    total = sum(item.nbytes for item in plan.items)
     with progress(f"writing {options.output}", total) as advance:
         path = write_import(plan, options.output, advance)
-    return Answer(
+    return CommandResult(
         {"path": str(path), "bytes": total, "from": str(foreign.origin)}, f"{path}: {size(total)} from {foreign.origin}"
     )
 

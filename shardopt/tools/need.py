@@ -1,4 +1,4 @@
-"""What one way to run a training needs, and which of several ways fits and moves least."""
+"""The bytes that one way to run a training needs, and the choice among ways that fit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Need:
     """The bytes that one way needs on one rank.
 
     Attributes:
-        bytes: by kind and tier: those of ``opt.memory()`` between steps, at most (``buffer``: as many as can be under
-            way); ``window``: params gathered while modules run; ``ddp``: the buckets of DistributedDataParallel.
+        bytes: by kind and tier: at most those of ``opt.memory()`` between steps (``buffer``: of all reductions that can
+            be under way); ``window``: params gathered while modules run; ``ddp``: DistributedDataParallel's buckets.
         formula: bytes a param for N data-parallel ranks, without padding, buffers and window; small params keep fp32
             states.
         moved: bytes in a step: that one rank receives ("wire"; of slices of Muon's matrices, the average of the ranks),
-            that stream through a GPU and back where states or sums of gradients rest in host memory ("bus"; between
-            CPUs and their memory none does), that its disk reads and writes ("disk").
-        wire: those of the wire by the ranks that they move among: "data", and "experts" where an expert has copies.
+            that stream through a GPU and back for states or sums of gradients in host memory ("bus"; none for params on
+            CPUs), that its disk reads and writes ("disk").
+        wire: the bytes of the wire by the ranks among which they move: "data", and "experts" if experts have copies.
         numel: of the params on the rank.
-        cut: that the model was planned in.
-        matrices: where they lie, for a rule of whole matrices; above stage 0.
+        cut: of the planned model.
+        matrices: which matrices are whole on one rank, for a rule of whole matrices above stage 0.
     """
 
     way: Way
@@ -52,13 +52,13 @@ class Need:
 
 
 def cheapest(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> Need | None:
-    """Returns the one of least :func:`cost` of those that fit and keep all of fp32, else of those that fit, or None."""
+    """Returns the need of least :func:`cost` among those that fit; one that keeps all of fp32 is preferred."""
     fitting = [need for need in needs if fits(need, device_bytes, host_bytes)]
     return min(fitting, key=lambda need: (not need.way.is_exact, *cost(need), need.on("device")), default=None)
 
 
 def cost(need: Need) -> tuple[int, int, int]:
-    """Returns the bytes of a step, the slowest first: of the disk, the bus, the wire."""
+    """Returns the bytes that move in a step, the slowest medium first: disk, bus, wire."""
     return need.moved["disk"], need.moved["bus"], need.moved["wire"]
 
 

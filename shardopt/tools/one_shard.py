@@ -1,4 +1,4 @@
-"""Runs a step of any rule on one shard that holds its params whole, as benchmarks and comparisons of kernels do."""
+"""Runs a step of any rule on one shard that holds whole params, for benchmarks and comparisons of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers by the names that commands take: those of their classes, without "Sharded"."""
+"""The optimizers by their names on the command line: the names of their classes without "Sharded"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def names() -> list[str]:
-    """Returns those of all public classes."""
+    """Returns the names of all public classes."""
     import shardopt  # not at the top: the package imports what all of this is made of
 
     public = (each.removeprefix("Sharded") for each in shardopt.__all__ if each.startswith("Sharded"))
@@ -17,7 +17,7 @@ def names() -> list[str]:
 
 
 def named(name: str) -> type[ShardedOptimizer]:
-    """Returns the class, which loads now if it has not."""
+    """Returns the class, and loads it."""
     import shardopt
 
     found: type[ShardedOptimizer] = getattr(shardopt, f"Sharded{name}")

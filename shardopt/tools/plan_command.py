@@ -1,4 +1,4 @@
-"""``shardopt plan``: what a training would need."""
+"""``shardopt plan``: prints what a training would need."""
 
 import argparse
 import importlib.util
@@ -13,7 +13,7 @@ from ..config import Options
 from ..errors import ShardoptError, UnsupportedVersionError
 from ..option import choices_of, planned
 from .optimizers import named, names
-from .terminal import Answer
+from .terminal import CommandResult
 from .values import chart_file, memory, params, positive
 
 # The fields of Cut.
@@ -55,15 +55,15 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=names(), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
-    for field, told in planned(Options):
+    for field, flag in planned(Options):
         choices, default = choices_of(field.type), field.default
         if choices:
             plan.add_argument(
-                _flag(field.name), choices=choices, default=default, help=f"{told.help} (default: %(default)s)"
+                _flag(field.name), choices=choices, default=default, help=f"{flag.help} (default: %(default)s)"
             )
         else:
             plan.add_argument(
-                _flag(field.name), action="store_const", const=told.value, default=default, help=told.help
+                _flag(field.name), action="store_const", const=flag.value, default=default, help=flag.help
             )
     plan.add_argument(
         "--offload", choices=("cpu", "disk"), help="where masters and states are kept (default: the device)"
@@ -85,7 +85,7 @@ def _flag(field: str) -> str:
 
 
 def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
-    """The model to plan for, on the meta device, and its name."""
+    """Returns the model to plan for, on the meta device, and its name."""
     if options.config is None:
         from .decoder import transformer
 
@@ -96,7 +96,7 @@ def _model(options: argparse.Namespace) -> tuple[nn.Module, str]:
     return model, f"{type(model).__name__}, "
 
 
-def _plan(options: argparse.Namespace) -> Answer:
+def _plan(options: argparse.Namespace) -> CommandResult:
     from ..optim.like import recipe
     from .cut import Cut
     from .plan import Planner, groups_for
@@ -112,13 +112,13 @@ def _plan(options: argparse.Namespace) -> Answer:
     try:
         cut = Cut(**{field: getattr(options, field) for field in _CUT}, at_once=options.reduce_at_once)
         planner = Planner(model, recipe(kind)[0], groups_for(model, kind), options.ranks, cut=cut)
-    except ValueError as error:  # these numbers divide no model, or not this one
+    except ValueError as error:  # these numbers cannot divide this model
         raise ShardoptError(str(error)) from None
     ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
     asked = [possible(replace(way, **given, tier=tier, sums_rest=options.offload_gradients)) for way in ways]
-    # Formats and tiers are searched; what else was asked for is kept.
+    # Formats and tiers are searched; other options are kept as given.
     kept = {field.name: given[field.name] for field, _ in planned(Options) if not choices_of(field.type)}
     ways = [replace(way, **kept) for way in ways]
     is_searched = options.all or options.device_memory is not None
@@ -134,7 +134,7 @@ def _plan(options: argparse.Namespace) -> Answer:
     data |= {"params on a rank": planner.numel}
     data |= {"ways": [as_data(need, options.optimizer, *limits) for need in shown]}
     if options.device_memory is None:
-        return Answer(data, text)
+        return CommandResult(data, text)
     best = found(every, *limits)
     data |= {"found": {title: as_data(need, options.optimizer, *limits) for title, need in best.items()}}
-    return Answer(data, f"{text}\n\n{in_words(best, every, options.optimizer, limits[0])}", is_yes=bool(best))
+    return CommandResult(data, f"{text}\n\n{in_words(best, every, options.optimizer, limits[0])}", is_yes=bool(best))

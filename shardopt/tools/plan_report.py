@@ -1,4 +1,4 @@
-"""What ``shardopt plan`` shows: the table, the chart, the cheapest way, data."""
+"""Reports of ``shardopt plan``: the table, the chart, the cheapest way, data for ``--json``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .need import KINDS, cheapest, cost, fits
+from .text_table import aligned
 from .ways import TIERS, possible
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _HATCHES = {"device": None, "host": "//", "disk": "xx"}
 
 
 def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_bytes: int | None = None) -> str:
-    """Returns one row a way, in GB (10^9 bytes), without columns that are empty."""
+    """Returns a table with one row a way, in GB (10^9 bytes), without empty columns."""
     kinds = [kind for kind in KINDS if any(need.bytes[kind].get("device") for need in needs)]
     head = ["way", *kinds, "device", "host", "disk", "a param", "formula", "wire a step", "whole matrices"]
     head += ["bus", "disk I/O", "fits"]
@@ -32,12 +33,7 @@ def table(needs: Sequence[Need], numel: int, device_bytes: int | None, host_byte
         enough = "" if device_bytes is None else "yes" if fits(need, device_bytes, host_bytes) else "no"
         rows.append([str(need.way), *map(_gigabytes, sizes), a_param, need.formula, wire, whole, *moved, enough])
     shown = [column for column in range(len(head)) if any(row[column] not in ("", "-") for row in rows[1:])]
-    widths = {column: max(len(row[column]) for row in rows) for column in shown}
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in shown[1:])]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return aligned([[row[column] for column in shown] for row in rows])
 
 
 def call(optimizer: str, way: Way, cut: Cut) -> str:
@@ -46,9 +42,9 @@ def call(optimizer: str, way: Way, cut: Cut) -> str:
     keywords += ["process_group=mesh['dp'].get_group()"] * (cut.tensor * cut.pipeline > 1)
     keywords += ["norm_group=dist.group.WORLD"] * (cut.pipeline > 1)
     keywords += [f"{name}={value!r}" for name, value in possible(way).options.items()]
-    rests = repr("cpu" if way.tier == "host" else "/a/directory")
-    rests = f"Offload({rests}, gradients='cpu')" if way.sums_rest else rests
-    keywords += [f"offload={rests}"] * (way.tier != "device")
+    offload = repr("cpu" if way.tier == "host" else "/a/directory")
+    offload = f"Offload({offload}, gradients='cpu')" if way.sums_rest else offload
+    keywords += [f"offload={offload}"] * (way.tier != "device")
     given = "model" if way.has_module else "model.parameters()"
     if cut.experts > 1:  # experts have a process_group of their own
         given = "groups, module=model" if way.has_module else "groups"
@@ -56,7 +52,7 @@ def call(optimizer: str, way: Way, cut: Cut) -> str:
 
 
 def found(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = None) -> dict[str, Need]:
-    """Returns the cheapest way that fits, and the cheapest of less precision where it moves less; by title."""
+    """Returns by title the cheapest way that fits, and a cheaper one with less precision, if there is one."""
     best = cheapest(needs, device_bytes, host_bytes)
     if best is None:
         return {}
@@ -67,7 +63,7 @@ def found(needs: Sequence[Need], device_bytes: int, host_bytes: int | None = Non
 
 
 def in_words(best: Mapping[str, Need], needs: Sequence[Need], optimizer: str, device_bytes: int) -> str:
-    """Returns what was :func:`found` among ``needs``, with the line of code that makes each."""
+    """Returns the ways that :func:`found` returned, as text, each with the line of code that makes it."""
     if best:
         return "\n".join(_line(title, need, optimizer, device_bytes) for title, need in best.items())
     least = min(needs, key=lambda need: need.on("device"))
@@ -103,8 +99,7 @@ def _gigabytes(nbytes: int) -> str:
 
 
 def chart(needs: Sequence[Need], device_bytes: int | None, path: Path) -> None:
-    """Stacked bars into ``path`` (.png, .svg, .pdf), what rests elsewhere hatched; needs matplotlib (the extra
-    "plots")."""
+    """Draws stacked bars into ``path`` (.png, .svg, .pdf), other tiers hatched; needs matplotlib (extra "plots")."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.45 * len(needs) + 1.5), layout="constrained")

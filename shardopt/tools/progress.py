@@ -1,4 +1,4 @@
-"""A bar for what takes a while, on a terminal."""
+"""Progress bars on a terminal, for work that takes a while."""
 
 import sys
 import time
@@ -10,16 +10,15 @@ from ..checkpoint.inspect import size
 from .terminal import console
 
 Item = TypeVar("Item")
-_SOON = 0.5  # seconds: what ends by then needs no bar
+_SOON = 0.5  # seconds; shorter work shows no bar
 
 
 @contextmanager
 def progress(what: str, total: int, is_bytes: bool = True) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal; nothing elsewhere, and nothing for what ends at once.
+    """Shows a bar on a terminal, unless the work ends at once; without Rich it is one line of text.
 
-    Without Rich it is one line of text.
-
-    Yields what is told how much was done.
+    Yields:
+        A function that takes the amount that was done.
     """
     start = time.monotonic()
     bar: _Bar | _Line | None = None
@@ -41,7 +40,7 @@ def progress(what: str, total: int, is_bytes: bool = True) -> Iterator[Callable[
 
 
 def each_of(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """The items, with a bar."""
+    """Yields the items, and shows a bar."""
     with progress(what, len(items), is_bytes=False) as advance:
         for item in items:
             yield item
@@ -49,7 +48,7 @@ def each_of(items: Sequence[Item], what: str) -> Iterator[Item]:
 
 
 class _Bar:
-    """Rich's."""
+    """A bar of Rich's."""
 
     def __init__(self, what: str, total: int, is_bytes: bool):
         from rich.progress import (
@@ -75,7 +74,7 @@ class _Bar:
 
 
 class _Line:
-    """A line that is written over itself."""
+    """A line that is overwritten."""
 
     def __init__(self, what: str, total: int, is_bytes: bool):
         self._what, self._total, self._is_bytes = what, max(total, 1), is_bytes
@@ -87,8 +86,8 @@ class _Line:
         self._last, rate = seconds, done / seconds
         of = f"of {size(self._total)}, {size(rate)}/s" if self._is_bytes else f"of {self._total}"
         left = (self._total - done) / rate
-        told = f"\r{self._what}: {done / self._total:4.0%} {of}, {left:.0f} s left   "
-        print(told, end="", file=sys.stderr, flush=True)
+        line = f"\r{self._what}: {done / self._total:4.0%} {of}, {left:.0f} s left   "
+        print(line, end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""What a command answers, and how a terminal shows it: text with colours, or JSON; and the exit code.
+"""The result of a command, how a terminal shows it (text with colours, or JSON), and the exit code.
 
-A command computes an :class:`Answer` and prints nothing itself. Colours come from Rich (the extra ``terminal``),
-and only where a person reads: on a terminal, without ``NO_COLOR``.
+A command returns a :class:`CommandResult` and prints nothing itself. Rich (the extra ``terminal``) adds colours on a
+terminal, unless ``NO_COLOR`` is set.
 """
 
 import argparse
@@ -26,7 +26,7 @@ EXIT_CODES = """exit codes:
   3    a bug in shardopt: `python -X dev -m shardopt ...` shows where
   130  interrupted"""
 
-# What stands out, by its words: texts are the same with and without colours.
+# Patterns of the words that are coloured; the text is the same without colours.
 _HIGHLIGHTS = (
     r"(?P<good>^whole\b|\byes$|all bits are equal|^cheapest that fits|\bworks$)",
     r"(?P<bad>^DAMAGED\b|\bno$|BITS DIFFER|^none fits|\bmissing:|\brefused\b)",
@@ -37,14 +37,14 @@ _STYLES = {"good": "green", "bad": "bold red", "soft": "dim", "code": "cyan"}
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """What a command found.
 
     Attributes:
-        data: for ``--json``: numbers, texts, lists and dicts of them; what is Inf or NaN is shown as null.
+        data: for ``--json``: numbers, strings, lists and dicts; Inf and NaN are printed as null.
         text: for people.
-        is_yes: False: the answer is no, exit code 1.
-        problem: what was wrong with the question; it goes to the standard error, with exit code 1.
+        is_yes: False if the answer is no, for exit code 1.
+        problem: in words, why the command could not do all; printed to the standard error, with exit code 1.
     """
 
     data: dict[str, Any]
@@ -58,7 +58,7 @@ def has_rich() -> bool:
 
 
 def console(file: IO[str]) -> "Console | None":
-    """Rich's, where a person reads and it is installed; it honours NO_COLOR and FORCE_COLOR itself."""
+    """Returns Rich's console on a terminal, if Rich is installed; it honours NO_COLOR and FORCE_COLOR itself."""
     if not (file.isatty() or os.environ.get("FORCE_COLOR")) or not has_rich():
         return None
     from rich.console import Console
@@ -73,23 +73,23 @@ def console(file: IO[str]) -> "Console | None":
     return Console(file=file, highlighter=Words(), theme=theme, soft_wrap=True, emoji=False, markup=False)
 
 
-def show(answer: Answer, as_json: bool) -> int:
-    """Prints an answer; returns the exit code."""
+def show(result: CommandResult, as_json: bool) -> int:
+    """Prints a result; returns the exit code."""
     if as_json:
-        print(json.dumps(_finite(answer.data), indent=2, allow_nan=False))
-    elif answer.text:
-        # Rich leaves bold letters with NO_COLOR.
+        print(json.dumps(_finite(result.data), indent=2, allow_nan=False))
+    elif result.text:
+        # With NO_COLOR, Rich still prints bold letters.
         screen = None if os.environ.get("NO_COLOR") else console(sys.stdout)
-        # Line by line: words are looked for at a line's beginning and end.
-        for line in answer.text.splitlines():
+        # Line by line: patterns match at the begin and end of a line.
+        for line in result.text.splitlines():
             print(line) if screen is None else screen.print(line)
-    if answer.problem:
-        fail(answer.problem)
-    return int(not answer.is_yes or bool(answer.problem))
+    if result.problem:
+        fail(result.problem)
+    return int(not result.is_yes or bool(result.problem))
 
 
 def _finite(value: Any) -> Any:
-    """Inf and NaN as None: JSON has no words for them, and most parsers refuse Python's."""
+    """Returns the value with None for Inf and NaN: JSON lacks them, and most parsers refuse Python's spelling."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -103,12 +103,12 @@ def fail(message: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command that was given; prints errors on one line, without a traceback."""
+    """Runs the given command; prints errors on one line, without a traceback."""
     try:
         code = show(options.run(options), options.json)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `| head` has ended; without devnull Python fails again when it flushes at its end
+    except BrokenPipeError:  # `| head` has ended; without devnull Python fails again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,16 +1,17 @@
-"""``shardopt top``: what ``opt.monitor(path)`` writes, on every rank, beside one another."""
+"""``shardopt top``: shows what ``opt.monitor(path)`` writes, with a column for each rank."""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.inspect import size
 from ..errors import ShardoptError
-from .terminal import Answer, console
+from .terminal import CommandResult, console
+from .text_table import aligned
 
 _EVERY = 1.0  # seconds
 
@@ -20,7 +21,7 @@ def add_top(commands: Any) -> None:
     top = commands.add_parser(
         "top",
         help="show a training that runs: memory, timings, norm, skipped steps, traffic",
-        description="Shows what opt.monitor(PATH) writes: a column a rank. On a terminal with Rich it is shown anew "
+        description="Shows what opt.monitor(PATH) writes: a column a rank. On a terminal with Rich it is updated "
         "every second until it is interrupted; elsewhere, and with --once or --json, it is shown once.",
     )
     top.add_argument("path", metavar="PATH", type=Path, help="the directory that opt.monitor() was given")
@@ -28,13 +29,13 @@ def add_top(commands: Any) -> None:
     top.set_defaults(run=_top)
 
 
-def _top(options: argparse.Namespace) -> Answer:
+def _top(options: argparse.Namespace) -> CommandResult:
     found = read(options.path)
-    # FORCE_COLOR, which many machines of CI set, is about colours: into a file the live view would never end.
+    # FORCE_COLOR, which many CI machines set, is only about colours: a live view into a file would never end.
     is_live = sys.stdout.isatty() and not options.once and not options.json
     screen = console(sys.stdout) if is_live else None
     if screen is None:
-        return Answer({"ranks": found}, table(found))
+        return CommandResult({"ranks": found}, table(found))
     from rich.live import Live
 
     try:
@@ -42,15 +43,15 @@ def _top(options: argparse.Namespace) -> Answer:
             while True:
                 time.sleep(_EVERY)
                 live.update(table(read(options.path)), refresh=True)
-    except KeyboardInterrupt:  # which is how it ends
-        return Answer({}, "")
+    except KeyboardInterrupt:  # the user ends the live view
+        return CommandResult({}, "")
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
     """Returns what each rank of the latest training has written, in the order of ranks.
 
     Raises:
-        ShardoptError: nothing was written there, or something else.
+        ShardoptError: the directory has no such files, or other ones.
     """
     files = sorted(directory.glob("rank*.json"))
     try:
@@ -59,10 +60,10 @@ def read(directory: Path) -> list[dict[str, Any]]:
         raise ShardoptError(f"{directory} holds files that opt.monitor() did not write ({error!r}).") from None
     if not found:
         raise ShardoptError(
-            f"{directory} holds nothing that opt.monitor() wrote. Call opt.monitor({str(directory)!r}) in the "
-            "training: the first step writes."
+            f"call opt.monitor({str(directory)!r}) in the training, whose first step writes: {directory} holds nothing "
+            "that opt.monitor() wrote."
         )
-    # An earlier training of more ranks may have left files there.
+    # An earlier training with more ranks may have left files.
     ranks = max(found, key=lambda each: each["time"])["ranks"]
     return sorted((each for each in found if each["rank"] < ranks), key=lambda each: each["rank"])
 
@@ -76,19 +77,12 @@ def _checked(found: Any) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Returns a row a fact and a column a rank."""
+    """Returns a table with a row for each fact and a column for each rank."""
     names = list(dict.fromkeys(name for each in found for name in each["facts"]))
     rows = [["", *(f"rank {each['rank']}" for each in found)]]
     rows += [[name, *(_cell(name, each["facts"]) for each in found)] for name in names]
     rows.append(["written", *(f"{max(time.time() - each['time'], 0):.0f} s ago" for each in found)])
-    return "\n".join(_aligned(rows))
-
-
-def _aligned(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join([first.ljust(widths[0]), *cells])
+    return aligned(rows)
 
 
 def _cell(name: str, facts: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Compares the two kernels of a rule: steps of each from the same values, compared bit for bit.
+"""Compares the two kernels of a rule bit for bit: both take steps from the same values.
 
 On a machine with a GPU the Triton kernel is the compiled one; elsewhere Triton's interpreter runs it on the CPU.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..kernels.launch import Backend
     from ..rules import Rule
 
-# Params of one shard: a partial block, one element, exactly a block, several blocks with a rest.
+# Sizes of params in one shard: part of a block, one element, exactly a block, several blocks and a part.
 NUMELS = (300, 1, BLOCK, 3 * BLOCK + 77)
 
 
@@ -37,18 +37,18 @@ def compare(
     seed: int = 0,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, tuple[int, int]]:
-    """Takes ``steps`` steps of ``rule`` natively and with Triton, on four params that take turns in ``groups``.
+    """Takes ``steps`` steps of ``rule`` natively and with Triton, on four params, which alternate between ``groups``.
 
-    Of a rule of whole matrices its two passes are compared, each by itself; what lies between them is torch's.
+    For a rule of whole matrices, each of its two passes is compared; torch computes what is between them.
 
-    ``advance`` is told of each step. Returns, for each tensor that the steps wrote, its elements, and how many of them
-    have bits that differ.
+    Returns:
+        For each tensor that the steps wrote, its number of elements, and how many of them differ.
     """
     own, param, grad = rule.of(groups[0]), format_of(dtype, "the param"), format_of(dtype, "the gradient")
     if not isinstance(own, MatrixRule):
         spec = StepSpec(rule.variant(groups[0]), param, grad)
         return _compared(rule, spec, groups, steps, seed, advance)
-    first = StepSpec(own.accumulate.variant(groups[0]), BF16, grad, None)  # what it returns is the update
+    first = StepSpec(own.accumulate.variant(groups[0]), BF16, grad, None)  # its result is the update
     second = StepSpec(own.apply.variant(groups[0]), param, BF16)
     made = _compared(own.accumulate, first, groups, steps, seed, advance)
     return {"update": made.pop("param"), **made} | _compared(own.apply, second, groups, steps, seed, lambda steps: None)
@@ -63,10 +63,10 @@ def _compared(
     advance: Callable[[int], None],
 ) -> dict[str, tuple[int, int]]:
     device, variant = triton_device(), rule.variant(groups[0])
-    native = _ShardOn(spec, torch.device("cpu"), seed)
-    triton = _ShardOn(spec, device, seed)
+    native = _TestShard(spec, torch.device("cpu"), seed)
+    triton = _TestShard(spec, device, seed)
     for step in range(1, steps + 1):
-        # A pass of a matrix rule finds the shape of its matrix in the group.
+        # A pass of a matrix rule reads the shape of its matrix from the group.
         facts = [({**groups[index % len(groups)], "shape": (numel, 1)}, numel) for index, numel in enumerate(NUMELS)]
         scalars = [rule.evaluate(variant, group, step, {}, (numel, 1))[0] for group, numel in facts]
         native.step(backend_of(torch.device("cpu")), scalars, step)
@@ -80,7 +80,7 @@ def _compared(
 
 
 def triton_device() -> torch.device:
-    """Returns a GPU, or the CPU with Triton's interpreter switched on, which must happen before Triton is imported."""
+    """Returns a GPU, or the CPU with Triton's interpreter switched on. Call it before Triton is imported."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -88,7 +88,7 @@ def triton_device() -> torch.device:
 
 
 def triton_on(device: torch.device) -> Backend:
-    """Returns Triton's backend, for CPU tensors too, which only its interpreter can update."""
+    """Returns Triton's backend. Only Triton's interpreter can update CPU tensors."""
     if device.type == "cuda":
         return backend_of(device)
     from ..kernels import triton_backend
@@ -98,7 +98,7 @@ def triton_on(device: torch.device) -> Backend:
 
 @contextmanager
 def fma_rounds_once() -> Iterator[None]:
-    """Context in which Triton's interpreter adds to a product that is not rounded, as every GPU does."""
+    """Context in which Triton's interpreter rounds a fused multiply-add once, as every GPU does."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
@@ -112,7 +112,7 @@ def fma_rounds_once() -> Iterator[None]:
         InterpreterBuilder.create_fma = before
 
 
-class _ShardOn:
+class _TestShard:
     """One shard with its gradients, on one device."""
 
     def __init__(self, spec: StepSpec, device: torch.device, seed: int):
@@ -160,6 +160,6 @@ class _ShardOn:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns bit patterns; every NaN counts as the same one, as payloads are not promised."""
+    """Returns bit patterns. All NaNs have one pattern, as their payloads are not guaranteed."""
     bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
     return torch.where(tensor.isnan(), torch.full_like(bits, -1), bits)

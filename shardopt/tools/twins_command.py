@@ -1,4 +1,4 @@
-"""``shardopt twins``: whether the two kernels of a rule agree on this machine."""
+"""``shardopt twins``: compares the two kernels of a rule on this machine."""
 
 import argparse
 import time
@@ -7,7 +7,7 @@ from typing import Any
 from ..optim.like import recipe
 from .optimizers import named, names
 from .plan_command import DTYPES
-from .terminal import Answer
+from .terminal import CommandResult
 from .values import positive, seed
 
 
@@ -29,7 +29,7 @@ def add_twins(commands: Any) -> None:
     twins.set_defaults(run=_twins)
 
 
-def _twins(options: argparse.Namespace) -> Answer:
+def _twins(options: argparse.Namespace) -> CommandResult:
     from .progress import progress
     from .twins import compare, triton_device
 
@@ -56,4 +56,4 @@ def _twins(options: argparse.Namespace) -> Answer:
         "seconds": seconds,
         "tensors": {name: {"elements": all_, "different": some} for name, (all_, some) in compared.items()},
     }
-    return Answer(data, "\n".join(lines), equal)
+    return CommandResult(data, "\n".join(lines), equal)

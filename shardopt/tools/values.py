@@ -1,4 +1,4 @@
-"""Values on the command line: the functions for argparse's ``type=``. Errors say what is wanted."""
+"""Functions for argparse's ``type=``: each converts one kind of argument, or raises what the command takes."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ def parse_size(text: str) -> int:
     """Returns bytes: of ``80G`` (10^9), ``80Gi`` (2^30), ``80GiB``, ``7e9``.
 
     Raises:
-        ValueError: it is none of these, or not finite, or negative.
+        ValueError: the text is not a size, not finite, or negative.
     """
     plain = text.strip().removesuffix("B")
     binary = plain.endswith("i")
@@ -32,7 +32,7 @@ def parse_count(text: str) -> int:
     """Returns a count: ``7B``, ``7e9`` and ``7000M`` are seven billion.
 
     Raises:
-        ValueError: it is not a number, not finite, or negative.
+        ValueError: the text is not a count, not finite, or negative.
     """
     plain = text.strip()
     factor = _COUNTS.get(plain[-1:].upper(), 1)
@@ -50,7 +50,7 @@ def _scaled(number: str, factor: int, text: str, wanted: str) -> int:
 
 
 def _parsed(parse: Callable[[str], int], text: str) -> int:
-    """Parses for argparse, which shows the message of its own error only."""
+    """Parses for argparse, which shows only the message of its own error."""
     try:
         return parse(text)
     except ValueError as error:
@@ -70,12 +70,12 @@ def params(text: str) -> int:
     found = _parsed(parse_count, text)
     if found < LEAST_PARAMS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is a model of {found} params: write 7B or 7e9 for seven billion. Fewer than {LEAST_PARAMS:,} "
-            "fit anywhere."
+            f"write 7B or 7e9 for seven billion: {text!r} is a model of {found} params, and fewer than "
+            f"{LEAST_PARAMS:,} fit anywhere."
         )
     if found > MOST_PARAMS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than 10^15 params, of which every layer would be laid out: no answer would be one."
+            f"give at most 10^15 params: {text!r} is more, and laying out every layer would not end."
         )
     return found
 

@@ -9,7 +9,7 @@
     print(shardopt.verify(build, batches))                # on one rank, or on every rank of a group
     print(shardopt.verify(build, batches, ways=[{"offload": "cpu"}, {"state_format": "int8"}]))
 
-Both run freely: a difference in one step is in all that follow.
+Both train independently: a difference in one step stays in all later steps.
 """
 
 import copy
@@ -36,18 +36,18 @@ _STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one way ends from torch.
+    """The difference between one way and torch.
 
     Attributes:
         stage: what was sharded.
-        largest: over all params after the last step: the largest difference, as a share of how far the param of torch
-            moved at its most.
-        step: the first after which a param differed by more than the tolerance; None if none did.
+        largest: the largest difference of all params after the last step, as a share of the largest change of torch's
+            param.
+        step: the first step after which a param differed by more than the tolerance; None if none did.
         name: of that param, the first in the module's order.
-        found: by how much it differed then, as ``largest``.
-        way: the keywords that it was tried with.
-        loss: of the last step on this rank: how much it is above torch's, as a share of that.
-        is_expected: torch does not keep what this way keeps: states of less than fp32, or masters of params that are.
+        found: its difference then, as ``largest``.
+        way: the keywords of the way.
+        loss: how much the last loss on this rank is above torch's, as a share of torch's.
+        is_expected: True for formats that torch lacks: states below fp32, or masters of low-precision params.
     """
 
     stage: int
@@ -76,7 +76,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of :func:`verify`; prints as a line for each way."""
+    """The result of :func:`verify`; it prints one line for each way."""
 
     differences: tuple[Difference, ...]
     tolerance: float
@@ -106,16 +106,16 @@ def verify(
     """Compares training with shardopt and with torch. Collective over the default group, if there is one.
 
     Args:
-        build: a new module, with the same values at every call.
-        batches: at least ``steps`` of them are kept; fewer are repeated.
-        optimizer: a class of shardopt's, or what makes one of ``(module, stage=..., **arguments)``.
-        reference: makes torch's of ``(params, **arguments)``; None: the class of the same name.
+        build: returns a new module, with the same values at every call.
+        batches: the first ``steps`` of them are used; fewer are repeated.
+        optimizer: a class of shardopt's, or a function of ``(module, stage=..., **arguments)`` that returns one.
+        reference: returns torch's optimizer of ``(params, **arguments)``; None: the class of the same name.
         loss: of (module, batch), to run backward from; None: ``module(batch)``, or its ``.loss``.
-        ways: what shardopt's optimizer alone is given, one after the other at every stage: ``{"offload": "cpu"}``,
-            ``{"master": "split", "state_format": "int8"}``. Where a format is not torch's, the difference is reported
-            and does not count.
-        tolerance: what share of the way that a param moved may differ.
-        **arguments: of both (``lr=``, ``weight_decay=``).
+        ways: keywords for shardopt's optimizer alone, each tried at every stage: ``{"offload": "cpu"}``,
+            ``{"master": "split", "state_format": "int8"}``. A difference of a format that torch lacks is reported and
+            does not count.
+        tolerance: largest difference that agrees, as a share of a param's largest change.
+        **arguments: for both optimizers (``lr=``, ``weight_decay=``).
 
     Raises:
         TypeError: an argument is of another type.
@@ -208,7 +208,7 @@ def _built(build: Callable[[], nn.Module], before: nn.Module | None = None, star
 
     Raises:
         TypeError: it is not a module.
-        ValueError: it was made before, or has other values: the difference would be taken for one of training.
+        ValueError: it is the module of an earlier call, or has other values, which would count as a difference.
     """
     module = build()
     if not isinstance(module, nn.Module):
@@ -238,7 +238,7 @@ def _compare(
     start: Values,
     tolerance: float,
 ) -> Difference:
-    """Compares params and losses of each step, ``mine`` with those of torch, which began at ``start``."""
+    """Compares params and losses of each step, ``mine`` with those of torch; both began at ``start``."""
     first: tuple[int | None, str | None, float] = (None, None, 0.0)
     shares: dict[str, float] = {}
     above = 0.0

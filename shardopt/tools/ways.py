@@ -1,4 +1,4 @@
-"""The ways to run a training that a plan compares: stage, dtype, formats and tiers in every combination."""
+"""The ways to run a training that a plan compares: all combinations of stage, dtype, formats and tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-PLANNED = tuple(planned(Options))  # (field, flag) of the options that a way has by their names
+PLANNED = tuple(planned(Options))  # (field, flag) of the options that are fields of a way
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Way:
 
     Attributes:
         stage: what is sharded.
-        has_module: the module is handed over; without it DDP reduces gradients, and keeps its buckets.
+        has_module: True if the module is handed over; else DDP reduces gradients, and keeps its buckets.
         dtype: of params.
-        master, state_format, gradient_format, ema, release_gradients: as the options of these names.
+        master, state_format, gradient_format, ema, release_gradients: the options with these names.
         tier: where masters and states are kept: "device", "host" (``offload="cpu"``) or "disk".
-        sums_rest: sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
+        sums_rest: True if sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
     """
 
     stage: Stage
@@ -78,11 +78,11 @@ WAYS = tuple(
 
 
 def possible(way: Way) -> Way:
-    """Returns the way without what cannot be.
+    """Returns the way without combinations that binding refuses.
 
-    Only bf16 params have other masters than fp32, and sums of gradients in bf16. Gradients are released at stage 0 and
-    1, with the module, and states on the device (for params on a GPU binding refuses host memory and released
-    gradients); released gradients have no sum. Sums are offloaded at stage 2 and 3, beside states that are offloaded.
+    Only bf16 params have masters of other formats than fp32, and sums of gradients in bf16. Gradients are released at
+    stage 0 and 1, with the module, and with states on the device (binding refuses states in host memory for params on a
+    GPU); released gradients have no sums. Sums are offloaded at stage 2 and 3, together with states.
     """
     is_low = way.dtype is torch.bfloat16
     releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"

@@ -45,7 +45,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("names takes a dict", {"names": ["layers.0"]}),
     ("names takes a dict", {"names": {"0": "layers.0"}}),
     ("names takes a dict", {"names": {nn.Linear(1, 1): 3}}),
-    ("names takes modules within", {"names": {nn.Linear(1, 1): "layers.0"}}),
+    ("names takes submodules of", {"names": {nn.Linear(1, 1): "layers.0"}}),
 ]
 ONLY_SAVED: list[tuple[str, dict[str, Any]]] = [
     ("keep", {"keep": math.nan}),

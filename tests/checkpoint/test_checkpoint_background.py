@@ -17,6 +17,7 @@ import torch.distributed as dist
 import shardopt
 from shardopt import CheckpointError
 from shardopt.checkpoint import files
+from shardopt.checkpoint.background import Background
 from shardopt.checkpoint.inspect import verify
 from shardopt.checkpoint.model import unwrapped
 from shardopt.checkpoint.save import _BACKGROUNDS
@@ -183,13 +184,13 @@ def test_a_rank_that_syncs_late_finds_the_checkpoint_published(ranks: Pool, tmp_
 
 def test_staging_memory_is_no_larger_than_what_is_saved(tmp_path: Path) -> None:
     """Pinned for the params' GPU, by pages: torch's own pinned memory is rounded up to a power of two."""
-    runtime, gpu = Runtime(refuses=False), torch.device("cuda", 2)
+    runtime, gpu, copy = Runtime(refuses=False), torch.device("cuda", 2), Background.copy
     with (
         patch("torch.cuda.cudart", lambda: runtime),
         patch("torch.cuda.device", runtime.device),
         patch("torch.cuda.synchronize"),
         patch("torch.cuda.is_available", lambda: True),
-        patch("shardopt.checkpoint.save._device_of", lambda module: gpu),
+        patch.object(Background, "copy", lambda background, items, device: copy(background, items, gpu)),
     ):
         model = torch.nn.Linear(300, 300, bias=False)
         for name, numel in (("first", 300 * 300), ("second", 300 * 300 + 40_000)):

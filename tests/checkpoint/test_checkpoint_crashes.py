@@ -217,10 +217,11 @@ def check_recovery(root: Path, whole: set[str]) -> None:
     assert found.name in whole and not verify(found), f"{found.name}: {verify(found)[:1]}"
     damaged = [path.name for path in publish.published(root) if verify(path)]
     assert not damaged, f"published, and not whole: {damaged}"
-    site, lock = publish.begin(root, 7)
-    files.close(lock)
+    target = publish.begin(root, 7)
+    assert target.lock is not None
+    files.close(target.lock)
     left = [
-        name for name in os.listdir(root) if not PUBLISHED.fullmatch(name) and name not in (LATEST, site.saving.name)
+        name for name in os.listdir(root) if not PUBLISHED.fullmatch(name) and name not in (LATEST, target.saving.name)
     ]
     assert not left, f"not collected: {left}"
     assert find(root) == found and not verify(found)
@@ -285,7 +286,7 @@ CAUSES = {
     errno.ENOSPC: "free space",
     errno.EROFS: "not mounted read-only",
     errno.EMFILE: "ulimit -n",
-    errno.ENXIO: "mend",
+    errno.ENXIO: "fix the cause",
 }
 
 
@@ -346,13 +347,14 @@ def test_what_is_not_ours_stays(tmp_path: Path, model: Any) -> None:
 def test_a_running_save_is_not_collected(tmp_path: Path, model: Any) -> None:
     root = tmp_path / "runs"
     save(root, *model)
-    site, lock = publish.begin(root, 1)
+    target = publish.begin(root, 1)
     with raises(CheckpointError, "another job saves into this directory"):
         save(root, *model)
-    assert site.owner.exists()
-    files.close(lock)
+    assert target.owner.exists()
+    assert target.lock is not None
+    files.close(target.lock)
     save(root, *model)
-    assert not site.saving.exists()
+    assert not target.saving.exists()
 
 
 def test_rotation_waits_for_a_successor_that_reads_back(
@@ -368,7 +370,7 @@ def test_rotation_waits_for_a_successor_that_reads_back(
     with monkeypatch.context() as bad:
         bad.setattr(files, "write", rotten)
         advance(*model)
-        with raises(CheckpointError, "reads back otherwise"):
+        with raises(CheckpointError, "reads back with other bytes"):
             save(root, *model, keep=1)
     assert find(root) == first and not verify(first)
 

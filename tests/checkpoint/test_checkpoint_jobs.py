@@ -32,30 +32,33 @@ def names(root: Path) -> list[str]:
 
 def test_a_save_beside_another_one_is_refused_and_takes_nothing_away(tmp_path: Path) -> None:
     save(tmp_path, model(), None)
-    site, lock = publish.begin(tmp_path, 1)  # another job, as far as it has come
-    there = sorted(os.listdir(tmp_path)), os.listdir(site.saving)
+    target = publish.begin(tmp_path, 1)  # another job, as far as it has come
+    there = sorted(os.listdir(tmp_path)), os.listdir(target.saving)
     for asynchronous in (False, True):
-        with raises(CheckpointError, "another job saves into this directory", site.saving.name, "directory of its own"):
+        with raises(
+            CheckpointError, "another job saves into this directory", target.saving.name, "directory of its own"
+        ):
             shardopt.save_checkpoint(tmp_path, model(), asynchronous=asynchronous)
-    assert (sorted(os.listdir(tmp_path)), os.listdir(site.saving)) == there
+    assert (sorted(os.listdir(tmp_path)), os.listdir(target.saving)) == there
     # Further on: its checkpoint is published, `latest` is about to be, older ones are being removed.
-    files.rename(site.saving, site.published)
-    pointer, removing = tmp_path / f"latest-{site.token}", tmp_path / f"removing-{'0' * 16}"
+    files.rename(target.saving, target.published)
+    pointer, removing = tmp_path / f"latest-{target.token}", tmp_path / f"removing-{'0' * 16}"
     pointer.write_text("x")
     removing.mkdir()
     (removing / f"owner-{'0' * 16}").touch()
-    with raises(CheckpointError, "another job saves into this directory", site.published.name):
+    with raises(CheckpointError, "another job saves into this directory", target.published.name):
         save(tmp_path, model(), None)
     assert pointer.exists() and len(os.listdir(removing)) == 1
     # It has ended, in whatever way: what it left is collected.
-    files.release(lock)
+    target.release()
     save(tmp_path, model(), None)
     assert names(tmp_path) == ["000001", "000002", "000003", "latest"]
 
 
 def test_what_a_crash_left_is_not_another_job(tmp_path: Path) -> None:
-    _, lock = publish.begin(tmp_path, 1)
-    files.close(lock)  # as a process that ends
+    target = publish.begin(tmp_path, 1)
+    assert target.lock is not None
+    files.close(target.lock)  # as a process that ends
     (tmp_path / f"saving-{'1' * 16}").mkdir()  # ended before its owner was there
     (tmp_path / publish.LOCK).touch()
     save(tmp_path, model(), None)
@@ -64,10 +67,11 @@ def test_what_a_crash_left_is_not_another_job(tmp_path: Path) -> None:
 
 def test_processes_that_were_forked_meanwhile_hold_no_lock(tmp_path: Path) -> None:
     """Workers of a DataLoader, say, that outlive the save."""
-    site, lock = publish.begin(tmp_path, 1)
-    theirs = os.dup(lock)  # one lock with two files, as after a fork
-    files.release(lock)
-    assert not files.is_held(site.owner)
+    target = publish.begin(tmp_path, 1)
+    assert target.lock is not None
+    theirs = os.dup(target.lock)  # one lock with two files, as after a fork
+    target.release()
+    assert not files.is_held(target.owner)
     os.close(theirs)
     save(tmp_path, model(), None)
     assert names(tmp_path) == ["000001", "latest"]
@@ -88,20 +92,20 @@ def test_a_checkpoint_that_is_published_meanwhile_is_another_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its directory is renamed between the moment another job lists it and the moment that job looks inside."""
-    site, lock = publish.begin(tmp_path, 1)
+    target = publish.begin(tmp_path, 1)
     is_file = files.is_file
 
     def renamed_first(path: Path) -> bool:
-        if site.saving.exists():
-            site.saving.rename(site.published)
-            (tmp_path / f"latest-{site.token}").touch()
+        if target.saving.exists():
+            target.saving.rename(target.published)
+            (tmp_path / f"latest-{target.token}").touch()
         return is_file(path)
 
     monkeypatch.setattr(files, "is_file", renamed_first)
     with raises(CheckpointError, "another job saves into this directory"):
         publish.begin(tmp_path, 2)
-    assert site.published.exists() and (tmp_path / f"latest-{site.token}").exists()
-    files.release(lock)
+    assert target.published.exists() and (tmp_path / f"latest-{target.token}").exists()
+    target.release()
 
 
 def two_jobs(root: Path) -> None:

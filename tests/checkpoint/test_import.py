@@ -20,7 +20,7 @@ from shardopt.checkpoint.foreign.name_by_order import name_by_order
 from shardopt.checkpoint.foreign.unpickle import read_file
 from shardopt.checkpoint.publish import find
 from shardopt.checkpoint.reader import Checkpoint
-from shardopt.checkpoint.records import Key
+from shardopt.checkpoint.records import TensorKey
 from tests.support.paths import FIXTURES
 from tests.support.ranks import Pool
 from tests.support.tiny import DECAY, HYPER, Tiny, groups, loss
@@ -404,8 +404,8 @@ def test_other_forms_of_distributed_checkpoints(form: str, tmp_path: Path) -> No
         for name, param in named:
             assert checkpoint.manifest.params[name]["step"] == 2
             for kind in ("exp_avg", "exp_avg_sq"):
-                assert raw(checkpoint.whole(Key("params", name, kind))) == raw(optimizer.state[param][kind]), name
-            assert raw(checkpoint.whole(Key("params", name, "param"))) == raw(param.detach()), name
+                assert raw(checkpoint.whole(TensorKey("params", name, kind))) == raw(optimizer.state[param][kind]), name
+            assert raw(checkpoint.whole(TensorKey("params", name, "param"))) == raw(param.detach()), name
 
 
 def test_the_help_says_that_it_unpickles(capsys: pytest.CaptureFixture[str]) -> None:

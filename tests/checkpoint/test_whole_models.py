@@ -19,11 +19,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import shardopt
 from shardopt import CheckpointError, load_checkpoint, save_checkpoint
 from shardopt.checkpoint import export
-from shardopt.checkpoint.block import Frame
 from shardopt.checkpoint.inspect import describe, verify
 from shardopt.checkpoint.order import joined_order
+from shardopt.checkpoint.param_box import StridedBox
 from shardopt.checkpoint.publish import find, published
-from shardopt.checkpoint.reader import Checkpoint, Chunk
+from shardopt.checkpoint.reader import Checkpoint, FileChunk
 from shardopt.partition.comm.group import Ranks
 from tests.fixtures.make_parts import PARTS, digests, tensor_parallel, with_experts
 from tests.support.composed import mixture
@@ -87,7 +87,7 @@ class Reading:
         self.chunks: set[tuple[str, int]] = set()
         read = Checkpoint.read
 
-        def counted(checkpoint: Checkpoint, chunk: Chunk) -> torch.Tensor:
+        def counted(checkpoint: Checkpoint, chunk: FileChunk) -> torch.Tensor:
             if chunk.key.section == "params":
                 self.chunks.add((chunk.file, chunk.offset))
             return read(checkpoint, chunk)
@@ -195,16 +195,16 @@ def test_the_order_of_a_whole_model() -> None:
     assert joined_order([["b", "a"], ["b", "a"]]) == ["b", "a"] and joined_order([]) == []
 
 
-def test_frames_number_elements_as_tensors_do() -> None:
+def test_strided_boxes_number_elements_as_tensors_do() -> None:
     """Of every range of small tensors in every storage order: the boxes are the elements, and each is there once."""
     for shape in ((), (5,), (3, 4), (2, 1, 3), (2, 3, 2)):
         for order in itertools.permutations(range(len(shape))):
             strides = torch.empty([shape[dim] for dim in order]).permute([order.index(d) for d in range(len(shape))])
-            frame = Frame((7,) * len(shape), shape, strides.stride())
-            numel = frame.numel
+            strided = StridedBox((7,) * len(shape), shape, strides.stride())
+            numel = strided.numel
             flat = torch.arange(numel)
             for start, stop in itertools.combinations(range(numel + 1), 2):
-                views = [frame.view(flat[start:stop], start, span) for span in frame.spans(start, stop)]
+                views = [strided.view(flat[start:stop], start, corners) for corners in strided.corners(start, stop)]
                 assert torch.cat([view.reshape(-1) for view in views]).sort()[0].tolist() == list(range(start, stop))
 
 
@@ -227,7 +227,7 @@ def by_hand(value: float) -> tuple[nn.Module, Any]:
 
 def saves_by_hand(root: Path) -> None:
     stage, optimizer = by_hand(1.0 + dist.get_rank())
-    with raises(CheckpointError, "names={module:", "'0.weight' has other values on ranks [0] than on ranks [1]"):
+    with raises(CheckpointError, "names={module:", "'0.weight' differs between ranks [0] and ranks [1]"):
         save_checkpoint(root, stage, optimizer)
     assert not root.exists(), "nothing was written"
     rank = dist.get_rank()
@@ -240,9 +240,9 @@ def saves_by_hand(root: Path) -> None:
     load_checkpoint(path, again, other, names={again: f"stages.{rank}", again[1]: f"norms.{rank}"})
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in expected.items())
     assert torch.equal(other.state[again[0].weight]["momentum_buffer"], torch.full((3, 3), 1.0 + rank))
-    with raises(ValueError, "a Linear is not in it"):
+    with raises(ValueError, "a Linear is not one"):
         save_checkpoint(root, stage, optimizer, names={nn.Linear(1, 1): "x"})
-    with raises(CheckpointError, "two tensors of this module are called 'a.weight'"):
+    with raises(CheckpointError, "names= calls two tensors of this module 'a.weight'"):
         save_checkpoint(root, stage, optimizer, names={stage[0]: "a", stage[1]: "a"})
     odd = nn.Linear(1, 1)
     mesh = init_device_mesh("cpu", (2,))
@@ -253,7 +253,7 @@ def saves_by_hand(root: Path) -> None:
     odd.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 1), mesh, [Shard(0)], run_check=False))
     with raises(CheckpointError, "give the optimizer too, with its process_group"):
         save_checkpoint(root, odd)
-    fails = patch("shardopt.checkpoint.write.Writer.finish", side_effect=OSError("a disk that is full"))
+    fails = patch("shardopt.checkpoint.write.SafetensorsWriter.finish", side_effect=OSError("a disk that is full"))
     if rank == 1:
         with fails, raises(CheckpointError, "a disk that is full"):
             save_checkpoint(root, stage, optimizer, names=names)

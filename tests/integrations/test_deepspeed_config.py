@@ -207,7 +207,7 @@ def test_auto() -> None:
         run = from_deepspeed_config(config, module, auto={"optimizer.params.lr": 0.25, "gradient_clipping": 0.75})
     assert run.optimizer.defaults["lr"] == 0.25 and run.optimizer.options.max_grad_norm == 0.75
     assert run.optimizer.options.tuning.bucket_bytes == 2 * 32**2 and run.optimizer.options.tuning.keep_below == 320
-    with pytest.raises(ShardoptError, match="does not leave to 'auto'"):
+    with pytest.raises(ShardoptError, match="does not set these to 'auto'"):
         from_deepspeed_config(config, module, auto={"zero_optimization.stage": 2})
 
 

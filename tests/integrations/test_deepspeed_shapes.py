@@ -238,7 +238,7 @@ def test_auto_is_one_dict_to_fill_in(tmp_path: Path) -> None:
     assert asked == dict.fromkeys(shape.auto, ...)
     config = {"optimizer": ADAM, "train_batch_size": 8, "gradient_accumulation_steps": "auto"}
     assert from_deepspeed_config(config, Net()).accumulation_steps == 1  # the batch size says it
-    with raises(ShardoptError, "does not leave to 'auto'", "['optimizer.params.lr']"):
+    with raises(ShardoptError, "does not set these to 'auto'", "['optimizer.params.lr']"):
         from_deepspeed_config(config, Net(), auto={"optimizer.params.lr": 1})
     sections = {"optimizer": ADAM, ZERO: {"stage": 1, "offload_optimizer": "auto"}}
     with raises(ShardoptError, f"auto={{'{ZERO}.offload_optimizer': ...}}"):
@@ -252,7 +252,7 @@ def test_files_that_are_no_configs_are_named(tmp_path: Path) -> None:
     for content, words in (
         ('{"a": 1,}', ("is not JSON", "line 1 column")),
         ("", ("is not JSON",)),
-        ('{"optimizer": {}, "optimizer": {}}', ("'optimizer' is there twice",)),
+        ('{"optimizer": {}, "optimizer": {}}', ("'optimizer' occurs twice",)),
         ("[1]", ("a JSON object", "list")),
         ("[" * 100_000, ("is not JSON",)),
     ):
@@ -265,7 +265,7 @@ def test_files_that_are_no_configs_are_named(tmp_path: Path) -> None:
     for wrong in (None, 3, ["ds.json"]):
         with raises(ShardoptError, "a dict, or the path of a JSON file", type(wrong).__name__):
             from_deepspeed_config(wrong, Net())  # type: ignore[arg-type]
-    with raises(ShardoptError, "not an nn.Module"):
+    with raises(ShardoptError, "module takes an nn.Module"):
         from_deepspeed_config({"optimizer": ADAM}, Net().parameters())  # type: ignore[arg-type]
 
 
@@ -309,11 +309,11 @@ def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
     module = Net()
     params = list(module.parameters())
     cases: list[tuple[Any, Any, tuple[str, ...]]] = [
-        (Mine(params), None, ("Mine", "another one would be done")),
+        (Mine(params), None, ("Mine", "another update would run")),
         (torch.optim.LBFGS(params), None, ("LBFGS",)),
         (ShardedAdamW(params), None, ("give the class",)),
         (lambda given: ShardedAdamW(given), None, ("ShardedAdamW", "an optimizer of torch.optim")),
-        (adamw(params), params, ("without params=", "of its own")),
+        (adamw(params), params, ("without params=", "already has params")),
         ("AdamW", None, ("'AdamW'", "its class")),
         (lambda given: None, None, ("NoneType",)),
         (None, None, ("no optimizer section", "optimizer=torch.optim.AdamW(")),
@@ -353,5 +353,5 @@ def test_the_fused_adams_of_others_are_adam_and_adamw() -> None:
         (group,) = opt.param_groups
         assert (group["lr"], group["betas"], group["weight_decay"]) == (LR, (0.9, 0.95), 0.1)
         assert group["decoupled_weight_decay"] is decoupled and "bias_correction" not in group
-    with raises(ShardoptError, "FusedAdam", "another one would be done"):
+    with raises(ShardoptError, "FusedAdam", "another update would run"):
         from_deepspeed_config({}, Net(), optimizer=lambda params: FusedAdam(params, bias_correction=False))

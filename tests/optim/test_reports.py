@@ -97,7 +97,7 @@ def test_ranks_tell_what_travels_and_top_shows_it(
         (folder / "rank1.json").write_text(text)
         with pytest.raises(ShardoptError, match=r"opt\.monitor\(\) did not write"):
             read(folder)
-    with pytest.raises(ShardoptError, match=r"Call opt\.monitor"):
+    with pytest.raises(ShardoptError, match=r"call opt\.monitor"):
         read(tmp_path)
     later = {"rank": 0, "ranks": 1, "time": time.time() + 1, "facts": {}}
     (folder / "rank0.json").write_text(json.dumps(later))

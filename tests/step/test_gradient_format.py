@@ -335,7 +335,7 @@ def differs_on_one_rank() -> None:
 def test_what_is_refused(ranks: Pool) -> None:
     with raises(ValueError, "gradient_format", "'int8'"):
         ShardedSGD(nn.Linear(3, 3), lr=1.0, gradient_format="int8")  # type: ignore[arg-type]
-    with raises(ValueError, "gradient_format", "no effect", "Hand the module over"):
+    with raises(ValueError, "gradient_format", "no effect", "hand the module over"):
         ShardedSGD(nn.Linear(3, 3).bfloat16().parameters(), lr=1.0, gradient_format="bf16")
     for world in (1, 2):
         ranks.run(refuses_dtypes, world=world)

@@ -310,10 +310,10 @@ def test_no_gradient_is_kept(world: int, ranks: Pool) -> None:
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"module": None}, ("without the module", "ShardedAdamW(model")),
+        ({"module": None}, ("hand the module over", "ShardedAdamW(model")),
         ({"stage": 2}, ("stage 2", "stage=1")),
         ({"stage": 3}, ("stage 3", "stage=1")),
-        ({"max_grad_norm": 1.0}, ("max_grad_norm=1.0", "Omit one")),
+        ({"max_grad_norm": 1.0}, ("max_grad_norm=1.0", "omit one")),
         ({"gradient_format": "bf16"}, ("gradient_format='bf16'", "no effect")),
         ({"offload": "/tmp"}, ("'/tmp'", 'offload="cpu"')),
         ({"release_gradients": "yes"}, ("True or False",)),

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardopt
 from shardopt import Part, ShardedOptimizer, Tuning
-from shardopt.checkpoint import assemble, background, elements, reader, records, tensor_file
+from shardopt.checkpoint import assemble, background, elements, reader, records, safetensors_file
 
 LAYERS, EXPERTS = 2, 4
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}
@@ -350,7 +350,7 @@ def digest(tensor: Any) -> str:
 def small_chunks(nbytes: int = 64) -> Iterator[None]:
     """Chunks of a few elements, so that small tensors have many."""
     with ExitStack() as patches:
-        for module in (records, tensor_file, reader, elements):
+        for module in (records, safetensors_file, reader, elements):
             patches.enter_context(patch.object(module, "CHUNK_BYTES", nbytes))
         for module in (assemble, elements, background):
             patches.enter_context(patch.object(module, "READ_BYTES", 4 * nbytes))
@@ -360,10 +360,10 @@ def small_chunks(nbytes: int = 64) -> Iterator[None]:
 def needed(checkpoint: Any, held: Mapping[tuple[str, str], Tensor], nbytes: int) -> set[tuple[str, int]]:
     """Where the chunks begin, file and byte, that hold some of these elements; found element by element."""
     found = set()
-    for name, blocks in checkpoint.manifest.blocks.items():
-        for each, block in blocks.items():
-            places = torch.arange(max(1, torch.Size(block.shape).numel())).view(block.shape)
-            for dim, (first, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+    for name, boxes in checkpoint.manifest.boxes.items():
+        for each, box in boxes.items():
+            places = torch.arange(max(1, torch.Size(box.shape).numel())).view(box.shape)
+            for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 places = places.narrow(dim, first, size)
             flat = places.reshape(-1)
             for kind, tensor in checkpoint.manifest.tensors.items():

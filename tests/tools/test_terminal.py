@@ -20,7 +20,7 @@ from shardopt.__main__ import main
 from shardopt.tools import progress as bars
 from shardopt.tools import terminal
 from shardopt.tools.progress import progress
-from shardopt.tools.terminal import Answer, show
+from shardopt.tools.terminal import CommandResult, show
 from tests.support.paths import ROOT
 from tests.support.scripts import run_module, run_script
 
@@ -45,25 +45,25 @@ def person(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def shown(answer: Answer, to: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+def shown(result: CommandResult, to: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("sys.stdout", to)
-    show(answer, as_json=False)
+    show(result, as_json=False)
     return to.getvalue()
 
 
 def test_colours_are_for_people(person: pytest.MonkeyPatch) -> None:
     """The words are the same; NO_COLOR, a file, and a machine without Rich have no codes."""
     text = "whole    runs/step-3: 5 B\nDAMAGED  [bold]file 1[/bold]\nplain :smile: 12"
-    coloured = shown(Answer({}, text), Terminal(), person)
+    coloured = shown(CommandResult({}, text), Terminal(), person)
     assert CODES.sub("", coloured) == text + "\n"
     good, bad, plain = coloured.splitlines()
     assert CODES.search(good) and CODES.search(bad) and good[:4] != bad[:4] and not CODES.search(plain)
-    assert shown(Answer({}, text), io.StringIO(), person) == text + "\n"
+    assert shown(CommandResult({}, text), io.StringIO(), person) == text + "\n"
     person.setenv("NO_COLOR", "1")
-    assert shown(Answer({}, text), Terminal(), person) == text + "\n"
+    assert shown(CommandResult({}, text), Terminal(), person) == text + "\n"
     person.delenv("NO_COLOR")
     person.setattr(terminal, "has_rich", lambda: False)
-    assert shown(Answer({}, text), Terminal(), person) == text + "\n"
+    assert shown(CommandResult({}, text), Terminal(), person) == text + "\n"
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
@@ -95,7 +95,7 @@ def test_a_bar_waits_for_a_first_part(person: pytest.MonkeyPatch) -> None:
 
 def test_json_is_json(capsys: Printed) -> None:
     """A norm that is NaN is null, as most parsers know no NaN."""
-    assert show(Answer({"norms": [math.nan, math.inf, (1.5, -math.inf)]}, ""), as_json=True) == 0
+    assert show(CommandResult({"norms": [math.nan, math.inf, (1.5, -math.inf)]}, ""), as_json=True) == 0
     out = capsys.readouterr().out
     assert json.loads(out, parse_constant=pytest.fail) == {"norms": [None, None, [1.5, None]]}
 

@@ -1,4 +1,4 @@
-"""Reads a folder that ``torch.distributed.checkpoint.save`` wrote: FSDP2's, and of whatever else saves there."""
+"""Reads a folder that ``torch.distributed.checkpoint.save`` wrote, from FSDP2 or another library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ...errors import CheckpointError
 from .from_torch import from_nested
-from .source import Values
+from .source import LazyTensor
 from .unpickle import read_index, read_item
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ INDEX = ".metadata"
 def read_dcp(folder: Path, hints: Hints) -> Foreign:
     """
     Raises:
-        CheckpointError: the folder is damaged, or it is not clear which tensor is what.
+        CheckpointError: the folder is damaged, or the role of a tensor is not clear.
     """
     index = read_index(folder / INDEX)
     try:
@@ -53,7 +53,7 @@ def _item(folder: Path, places: _Places, name: str, offset: tuple[int, ...] | No
     return read_item(path, int(place.offset), int(place.length))
 
 
-def _values(folder: Path, places: _Places, name: str, described: Any) -> Values:
+def _values(folder: Path, places: _Places, name: str, described: Any) -> LazyTensor:
     shape, dtype = tuple(described.size), described.properties.content[0]
     boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in described.chunks]
     _check_boxes(folder, name, shape, boxes)
@@ -67,13 +67,13 @@ def _values(folder: Path, places: _Places, name: str, described: Any) -> Values:
             whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = box
         return whole
 
-    return Values(shape, dtype, load)
+    return LazyTensor(shape, dtype, load)
 
 
 def _check_boxes(
     folder: Path, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
-    """Raises CheckpointError unless boxes fill the tensor: they lie in it, do not meet, and add up to its size."""
+    """Raises CheckpointError unless the boxes fill the tensor: inside of it, without overlap, as many elements."""
     inside = all(
         len(offsets) == len(sizes) == len(shape)
         and all(
@@ -84,7 +84,7 @@ def _check_boxes(
     )
     filled = [box for box in boxes if math.prod(box[1])]
     ordered = sorted(filled)
-    # Sorted by their first offset, only those whose first ranges meet can overlap.
+    # Sorted by first offset: only boxes whose ranges overlap in the first dimension can overlap.
     for at, (offsets, sizes) in enumerate(ordered):
         for others, their_sizes in ordered[at + 1 :]:
             if shape and others[0] >= offsets[0] + sizes[0]:
@@ -99,7 +99,7 @@ def _check_boxes(
 
 
 def _nested(folder: Path, index: Any) -> Any:
-    """Returns the dict that was saved, with Values in place of tensors."""
+    """Returns the dict that was saved, with a LazyTensor in place of each tensor."""
     places: _Places = {}
     for key, place in index.storage_data.items():
         offset = getattr(key, "offset", None)
@@ -119,16 +119,16 @@ def _nested(folder: Path, index: Any) -> Any:
 
 
 def _is_wanted(path: tuple[Any, ...]) -> bool:
-    """True for groups of optimizers. What else is not a tensor, as a data loader's state, may be of any class."""
+    """True for groups of optimizers. Other values, such as a data loader's state, may be of any class: not read."""
     return any(str(key).partition(".")[0] in ("param_groups", "state") for key in path)
 
 
 def _plain(value: Any) -> Any:
-    return Values.of(value) if isinstance(value, torch.Tensor) else value
+    return LazyTensor.of(value) if isinstance(value, torch.Tensor) else value
 
 
 def _with_lists(value: Any) -> Any:
-    """Makes lists of dicts with the keys 0, 1, ... under the name ``param_groups``, which they were."""
+    """Restores lists by the name ``param_groups`` from dicts with the keys 0, 1, ..."""
     if not isinstance(value, Mapping):
         return value
     found = {key: _with_lists(item) for key, item in value.items()}
@@ -159,9 +159,9 @@ def _unflattened(value: Any) -> Any:
 
 
 def _regrouped(hyper: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Makes one group of params with equal hyper-parameters: the file does not tell the groups."""
+    """Makes one group of all params with equal hyper-parameters: the file does not list the groups."""
     groups: dict[str, dict[str, Any]] = {}
     for param, values in hyper.items():
-        known = {key: value.item() if isinstance(value, Values) else value for key, value in values.items()}
+        known = {key: value.item() if isinstance(value, LazyTensor) else value for key, value in values.items()}
         groups.setdefault(repr(sorted(known.items())), {**known, "params": []})["params"].append(param)
     yield from groups.values()

@@ -1,12 +1,12 @@
-"""A folder that DeepSpeed's ``save_checkpoint`` wrote at ZeRO stage 1, 2 or 3, at any number of ranks.
+"""Reads a folder that DeepSpeed's ``save_checkpoint`` wrote at ZeRO stage 1, 2 or 3, at any number of ranks.
 
-Each rank's file holds flat fp32 vectors: the masters, and one for each state. Where a param lies in them depends on the
-stage::
+Each rank's file holds flat fp32 vectors: the masters, and one vector for each state. The place of a param in them
+depends on the stage::
 
     1, 2    one vector a group, cut evenly:       rank 0 [ a a a a b b ]   rank 1 [ b b b c c . ]
     3       every param cut evenly, ranks alike:  rank 0 [ a a b b b c ]   rank 1 [ a a b b . c ]
 
-A dot is padding. Stage 3 cuts its vector once more, into sub-groups, between params.
+A dot is padding. Stage 3 also cuts its vectors between params, into sub-groups.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import Foreign, ForeignParam, Values
+from .source import Foreign, ForeignParam, LazyTensor
 from .unpickle import Inert, read_file
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -27,7 +27,7 @@ LATEST = "latest"
 
 
 def find_tag(folder: Path) -> Path | None:
-    """Returns the folder with the ranks' files: this one, or the one that its ``latest`` names, or None."""
+    """Returns the folder with the ranks' files: this one, or the one in its ``latest``; None if there is neither."""
     for each in (folder, *_named_by(folder / LATEST)):
         if each.is_dir() and any(_OPTIM.fullmatch(path.name) for path in each.iterdir()):
             return each
@@ -44,7 +44,7 @@ def _named_by(pointer: Path) -> list[Path]:
 def read_deepspeed(folder: Path) -> Foreign:
     """
     Raises:
-        CheckpointError: files are missing or damaged, or hold what is not read (model parallelism, experts).
+        CheckpointError: files are missing or damaged, or hold what cannot be read (model parallelism, experts).
     """
     tag = find_tag(folder)
     if tag is None:
@@ -53,7 +53,7 @@ def read_deepspeed(folder: Path) -> Foreign:
             f"{folder} nor the folder that its {LATEST!r} names has files *zero_pp_rank_*_optim_states.pt."
         )
     try:
-        return _Saved(tag).foreign()
+        return _ZeroFiles(tag).foreign()
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(
             "load it with the DeepSpeed that wrote it, and save it again without options for checkpoints: "
@@ -62,7 +62,7 @@ def read_deepspeed(folder: Path) -> Foreign:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _FlatSlice:
     """Elements ``[start, stop)`` of one rank's flat vector ``index``."""
 
     rank: int
@@ -71,7 +71,15 @@ class _Piece:
     stop: int
 
 
-class _Saved:
+@dataclass(frozen=True)
+class _FlatParam:
+    """One param: its shape, and the slices that make it up, in order."""
+
+    shape: tuple[int, ...]
+    slices: Sequence[_FlatSlice]
+
+
+class _ZeroFiles:
     """Reads the files of all ranks, and finds each param in them."""
 
     def __init__(self, tag: Path):
@@ -142,47 +150,47 @@ class _Saved:
             for name in names:
                 aliases = tuple(alias for alias, owner in shared.items() if owner == name)
                 params[name] = self._param(name, places[name], module[name], aliases, group)
-        buffers = {name: Values.of(module[name]) for name in model["buffer_names"] if name in module}
+        buffers = {name: LazyTensor.of(module[name]) for name in model["buffer_names"] if name in module}
         known = {*params, *buffers, *shared}
         for name, frozen in self._frozen(module, known).items():
             aliases = tuple(alias for alias, owner in shared.items() if owner == name)
             params[name] = ForeignParam(frozen, aliases)
         return Foreign(f"DeepSpeed stage {self.stage}, {self.world} ranks: {self.tag.name}", params, buffers, groups)
 
-    def _places_of_stage_1(self) -> dict[str, tuple[tuple[int, ...], list[_Piece]]]:
+    def _places_of_stage_1(self) -> dict[str, _FlatParam]:
         paddings = self.optims[0].get("param_alignment_paddings")
         places = {}
         for index, shapes in enumerate(self.models[0]["param_shapes"]):
             size = self.masters[0][index].numel()  # padding is cut off at the last rank only
             start = 0
             for number, (name, shape) in enumerate(shapes.items()):
-                stop, pieces = start + math.prod(shape), []
+                stop, slices = start + math.prod(shape), []
                 at = start
                 while at < stop:
                     rank = at // size
                     end = min(stop, (rank + 1) * size)
-                    pieces.append(_Piece(rank, index, at - rank * size, end - rank * size))
+                    slices.append(_FlatSlice(rank, index, at - rank * size, end - rank * size))
                     at = end
-                self._check_slices(name, index, pieces)
-                places[name] = tuple(shape), pieces
+                self._check_slices(name, index, slices)
+                places[name] = _FlatParam(tuple(shape), slices)
                 start = stop + (paddings[index][number] if paddings else 0)
         return places
 
-    def _check_slices(self, name: str, index: int, pieces: Sequence[_Piece]) -> None:
-        """Compares pieces with the tables that newer versions of DeepSpeed write."""
+    def _check_slices(self, name: str, index: int, slices: Sequence[_FlatSlice]) -> None:
+        """Compares the slices with the tables that newer versions of DeepSpeed write."""
         for rank, optim in enumerate(self.optims):
             tables = optim.get("param_slice_mappings")
             if not tables:
                 continue
-            told = tables[index].get(name)
-            own = next(((each.start, each.stop - each.start) for each in pieces if each.rank == rank), None)
-            if (None if told is None else (told.start, told.numel)) != own:
+            listed = tables[index].get(name)
+            own = next(((each.start, each.stop - each.start) for each in slices if each.rank == rank), None)
+            if (None if listed is None else (listed.start, listed.numel)) != own:
                 raise CheckpointError(
                     f"please report it with DeepSpeed's version: rank {rank}'s own table in {self.tag} places {name!r} "
                     "elsewhere than its group's order. Nothing was imported."
                 )
 
-    def _places_of_stage_3(self) -> dict[str, tuple[tuple[int, ...], list[_Piece]]]:
+    def _places_of_stage_3(self) -> dict[str, _FlatParam]:
         shapes = [item for group in self.models[0]["param_shapes"] for item in group.items()]
         places = {}
         index = start = 0
@@ -191,23 +199,25 @@ class _Saved:
             own = -(-numel // self.world)
             while own and start == self.masters[0][index].numel():
                 index, start = index + 1, 0
-            pieces = [
-                _Piece(rank, index, start, start + min(own, numel - rank * own))
+            slices = [
+                _FlatSlice(rank, index, start, start + min(own, numel - rank * own))
                 for rank in range(self.world)
                 if rank * own < numel
             ]
-            places[name] = tuple(shape), pieces
+            places[name] = _FlatParam(tuple(shape), slices)
             start += own
             if own and start > self.masters[0][index].numel():
                 raise CheckpointError(f"{self.tag}: {name!r} does not end with its sub-group: nothing was imported.")
         return places
 
-    def _names(self, places: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    def _names(self, places: Mapping[str, _FlatParam], groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         """Returns the names of each group's params: those in its flat vectors."""
         found: list[tuple[str, ...]] = []
         for group in groups:
             indices = set(group["params"])
-            found.append(tuple(name for name, (_, pieces) in places.items() if pieces and pieces[0].index in indices))
+            found.append(
+                tuple(name for name, each in places.items() if each.slices and each.slices[0].index in indices)
+            )
         if sum(map(len, found)) != len(places):
             raise CheckpointError(f"{self.tag}: its param groups do not list all flat vectors: nothing was imported.")
         return found
@@ -217,20 +227,20 @@ class _Saved:
     def _param(
         self,
         name: str,
-        place: tuple[tuple[int, ...], list[_Piece]],
+        place: _FlatParam,
         low: torch.Tensor,
         aliases: tuple[str, ...],
         group: Mapping[str, Any],
     ) -> ForeignParam:
-        shape, pieces = place
-        index = pieces[0].index
-        master = self._cut(name, shape, pieces, [each[index] for each in self.masters])
-        values = Values.of(low) if tuple(low.shape) == shape else master.as_dtype(low.dtype)
+        shape, slices = place.shape, place.slices
+        index = slices[0].index
+        master = self._cut(name, shape, slices, [each[index] for each in self.masters])
+        values = LazyTensor.of(low) if tuple(low.shape) == shape else master.as_dtype(low.dtype)
         own = [base["state"].get(index, {}) for base in self.bases]
         state: dict[str, Any] = {}
         for key, value in own[0].items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[key] = self._cut(f"{key} of {name}", shape, pieces, [each[key] for each in own])
+                state[key] = self._cut(f"{key} of {name}", shape, slices, [each[key] for each in own])
             else:
                 state[key] = float(value) if isinstance(value, torch.Tensor) else value
         if state and "step" not in state and "step" in group:
@@ -240,10 +250,10 @@ class _Saved:
         return ForeignParam(values, aliases, state)
 
     def _cut(
-        self, what: str, shape: tuple[int, ...], pieces: Sequence[_Piece], flats: Sequence[torch.Tensor]
-    ) -> Values:
-        """Returns the elements of one param in every rank's flat vector."""
-        for each in pieces:
+        self, what: str, shape: tuple[int, ...], slices: Sequence[_FlatSlice], flats: Sequence[torch.Tensor]
+    ) -> LazyTensor:
+        """Returns the tensor that slices of the ranks' flat vectors make up."""
+        for each in slices:
             if flats[each.rank].dim() != 1 or each.stop > flats[each.rank].numel():
                 raise CheckpointError(
                     f"{self.tag} is damaged or of another model: rank {each.rank} holds {flats[each.rank].numel()} "
@@ -251,25 +261,25 @@ class _Saved:
                 )
 
         def load() -> torch.Tensor:
-            return torch.cat([flats[each.rank][each.start : each.stop] for each in pieces]).view(shape)
+            return torch.cat([flats[each.rank][each.start : each.stop] for each in slices]).view(shape)
 
-        return Values(shape, flats[0].dtype, load)
+        return LazyTensor(shape, flats[0].dtype, load)
 
-    def _frozen(self, module: Mapping[str, torch.Tensor], known: set[str]) -> dict[str, Values]:
-        """Returns params of no group. Stage 3 tells their shapes; a name without one is a tied param's second name."""
+    def _frozen(self, module: Mapping[str, torch.Tensor], known: set[str]) -> dict[str, LazyTensor]:
+        """Returns params of no group. At stage 3 the files list their shapes; other names belong to tied params."""
         if self.stage < 3:
-            return {name: Values.of(tensor) for name, tensor in module.items() if name not in known}
+            return {name: LazyTensor.of(tensor) for name, tensor in module.items() if name not in known}
         found = {}
         for name, shape in (self.models[0].get("frozen_param_shapes") or {}).items():
             flats = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
             own = -(-math.prod(shape) // self.world)
             ends = [min(own, max(math.prod(shape) - rank * own, 0)) for rank in range(self.world)]
-            pieces = [_Piece(rank, 0, 0, end) for rank, end in enumerate(ends)]
-            found[name] = self._cut(name, tuple(shape), pieces, flats)
+            slices = [_FlatSlice(rank, 0, 0, end) for rank, end in enumerate(ends)]
+            found[name] = self._cut(name, tuple(shape), slices, flats)
         return found
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns hyper-parameters in torch's words. DeepSpeed's own Adams tell some of them elsewhere."""
+        """Returns hyper-parameters by torch's names. DeepSpeed's own Adams keep some of them in the config."""
         hyper = {key: value for key, value in group.items() if key != "step"}
         if "bias_correction" in hyper:
             if not hyper.pop("bias_correction"):
@@ -278,17 +288,17 @@ class _Saved:
                     "other steps. Nothing was imported."
                 )
             hyper.setdefault("amsgrad", False)
-            told = (self.config or {}).get("optimizer") if isinstance(self.config, Mapping) else None
-            kind = str(told.get("type", "")).lower() if isinstance(told, Mapping) else ""
-            if isinstance(told, Mapping) and kind in ("adam", "adamw"):
-                decoupled = kind == "adamw" or bool((told.get("params") or {}).get("adam_w_mode", True))
+            section = (self.config or {}).get("optimizer") if isinstance(self.config, Mapping) else None
+            kind = str(section.get("type", "")).lower() if isinstance(section, Mapping) else ""
+            if isinstance(section, Mapping) and kind in ("adam", "adamw"):
+                decoupled = kind == "adamw" or bool((section.get("params") or {}).get("adam_w_mode", True))
                 hyper.setdefault("decoupled_weight_decay", decoupled)
         return hyper
 
 
 def _stage(optim: Mapping[str, Any]) -> int:
-    told = optim.get("zero_stage", 1)  # the bf16 optimizer of older versions, which is stage 1, says none
-    stage = int(told.arguments[0]) if isinstance(told, Inert) else int(told)
+    saved = optim.get("zero_stage", 1)  # older versions' bf16 optimizer, which is stage 1, writes none
+    stage = int(saved.arguments[0]) if isinstance(saved, Inert) else int(saved)
     if stage not in (1, 2, 3):
         raise CheckpointError(f"a ZeRO stage {stage} is not known: nothing was imported.")
     return stage

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CheckpointError
 from .name_by_order import name_by_order
-from .source import Foreign, ForeignParam, Values
+from .source import Foreign, ForeignParam, LazyTensor
 from .unpickle import read_file
 
 # Names of buffers in the state dicts of torch's own layers.
@@ -20,7 +20,7 @@ _USUAL = ("model", "module", "state_dict", "model_state_dict", "")
 def read_torch(sources: Sequence[Path], hints: "Hints") -> Foreign:
     """
     Raises:
-        CheckpointError: it is not clear which tensor is what.
+        CheckpointError: the role of a tensor is not clear.
     """
     nested = {str(number): _read(path) for number, path in enumerate(sources)}
     return from_nested(nested, f"torch: {', '.join(path.name for path in sources)}", hints)
@@ -30,7 +30,7 @@ def _read(path: Path) -> Any:
     return _safetensors(path) if path.suffix == ".safetensors" else _lazy(read_file(path))
 
 
-def _safetensors(path: Path) -> dict[str, Values]:
+def _safetensors(path: Path) -> dict[str, LazyTensor]:
     from safetensors import safe_open
 
     try:
@@ -39,13 +39,13 @@ def _safetensors(path: Path) -> dict[str, Values]:
             tensors = {name: file.get_tensor(name) for name in described}  # views of the mapped file
     except Exception as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}. Nothing was imported.") from error
-    return {name: Values.of(tensor) for name, tensor in tensors.items()}
+    return {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
 
 
 def _lazy(value: Any) -> Any:
-    """Returns the same containers with Values in place of tensors."""
+    """Returns the same containers with a LazyTensor in place of each tensor."""
     if isinstance(value, torch.Tensor):
-        return Values.of(value)
+        return LazyTensor.of(value)
     if isinstance(value, Mapping):
         return {key: _lazy(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -54,7 +54,7 @@ def _lazy(value: Any) -> Any:
 
 
 class Hints(NamedTuple):
-    """The user's answers where files do not tell: names and patterns of tensors."""
+    """What the user adds to files that lack it: names and patterns of tensors."""
 
     names: Sequence[str] | None = None  # of the optimizer's params, in its order
     frozen: Sequence[str] = ()
@@ -63,7 +63,7 @@ class Hints(NamedTuple):
 
 
 def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
-    """Finds the two state dicts in nested dicts with Values in place of tensors."""
+    """Finds the state dicts of optimizer and model in nested dicts of LazyTensors."""
     optimizers = dict(_optimizers(nested, ()))
     if len(optimizers) != 1:
         found = [".".join(map(str, path)) for path in optimizers]
@@ -79,7 +79,7 @@ def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
         name: ForeignParam(weights[name], aliases.get(name, ()), states["state"].get(key, {}))
         for name, key in owned.items()
     }
-    buffers: dict[str, Values] = {}
+    buffers: dict[str, LazyTensor] = {}
     unclear = []
     for name, tensor in weights.items():
         if name in owned:
@@ -94,7 +94,7 @@ def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
         raise CheckpointError(
             "give names or patterns ('encoder.*') with --frozen, --buffers or --drop (second names of tied params): "
             f"{origin} has no optimizer state for {unclear[:6]}{' and more' if len(unclear) > 6 else ''}, and does not "
-            "say what these are. Nothing was written."
+            "say whether these are params or buffers. Nothing was written."
         )
     return Foreign(origin, params, buffers, groups)
 
@@ -119,8 +119,8 @@ def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, 
             yield from _optimizers(item, (*path, key))
 
 
-def _model(nested: Any, origin: str) -> dict[str, Values]:
-    """Returns the dict that holds tensors directly; of several, the one with a usual name."""
+def _model(nested: Any, origin: str) -> dict[str, LazyTensor]:
+    """Returns the dict whose values are tensors; of several such dicts, the one with a usual name."""
     found = dict(_holders(nested, ()))
     named = {path: each for path, each in found.items() if str(path[-1] if path else "") in _USUAL}
     chosen = found if len(found) == 1 else named
@@ -133,20 +133,20 @@ def _model(nested: Any, origin: str) -> dict[str, Values]:
     return model
 
 
-def _holders(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, Values]]]:
+def _holders(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, LazyTensor]]]:
     if not isinstance(value, Mapping) or _is_optimizer(value):
         return
-    tensors = {str(key): item for key, item in value.items() if isinstance(item, Values)}
+    tensors = {str(key): item for key, item in value.items() if isinstance(item, LazyTensor)}
     if tensors:
         yield path, tensors
     for key, item in value.items():
         yield from _holders(item, (*path, key))
 
 
-def _untied(weights: Mapping[str, Values]) -> tuple[dict[str, Values], dict[str, tuple[str, ...]]]:
-    """Returns each tensor once, under its first name; and the other names of that name."""
+def _untied(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, tuple[str, ...]]]:
+    """Returns each tensor by its first name, and the other names by that name."""
     first: dict[Any, str] = {}
-    kept: dict[str, Values] = {}
+    kept: dict[str, LazyTensor] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, tensor in weights.items():
         owner = name if tensor.place is None else first.setdefault(tensor.place, name)
@@ -158,7 +158,7 @@ def _untied(weights: Mapping[str, Values]) -> tuple[dict[str, Values], dict[str,
 
 
 def _groups(
-    states: Mapping[str, Any], weights: Mapping[str, Values], aliases: Mapping[str, tuple[str, ...]], hints: Hints
+    states: Mapping[str, Any], weights: Mapping[str, LazyTensor], aliases: Mapping[str, tuple[str, ...]], hints: Hints
 ) -> tuple[list[tuple[tuple[str, ...], dict[str, Any]]], dict[str, Any]]:
     """Returns the groups by name; and for each name its key in the dict of states."""
     saved = states["param_groups"]
@@ -207,8 +207,8 @@ def _dealt(names: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[list[str
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Returns the param's shape: that of its states, or of a row and a column of them; None if none of these tells."""
-    shapes = {value.shape for key, value in state.items() if isinstance(value, Values) and key != "step"}
+    """Returns the shape of the param: of its states, or as rows and columns broadcast; None if it has none of these."""
+    shapes = {value.shape for key, value in state.items() if isinstance(value, LazyTensor) and key != "step"}
     try:
         return tuple(torch.broadcast_shapes(*shapes)) if shapes else None
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Writes foreign states as a checkpoint of ours: planned and written as by one rank."""
+"""Writes what another library saved as a checkpoint, planned and written as by one rank."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ from ...partition.comm.group import Ranks
 from .. import files, publish, values
 from ..elements import contiguous_strides
 from ..plan_save import SavePlan
-from ..records import NAME_OF_DTYPE, Key, Tensor
+from ..records import NAME_OF_DTYPE, TensorInfo, TensorKey
 from ..write import RankWriter, as_checkpoint_error
-from .source import Values, plain_hyper
+from .source import LazyTensor, plain_hyper
 
 if TYPE_CHECKING:
     from ...rules import Rule
     from ..elements import Read
-    from ..plan_save import Piece
+    from ..plan_save import WriteItem
     from .source import Foreign, ForeignParam
 
 
 def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> SavePlan:
-    """Returns the plan of what will be written. Reads step counts, and no large tensor.
+    """Returns the plan. Reads step counts, and no large tensor.
 
     Args:
-        rule, defaults: of the optimizer that the states are of.
+        rule, defaults: of the optimizer that the states belong to.
 
     Raises:
-        CheckpointError: something does not fit the optimizer's rule, or the format.
+        CheckpointError: a tensor does not fit the optimizer's rule, or the file format.
     """
     plan = SavePlan(Ranks.alone())
     params: dict[str, Any] = {}
 
-    def add(key: Key, found: Values) -> None:
+    def add(key: TensorKey, found: LazyTensor) -> None:
         if found.dtype not in NAME_OF_DTYPE:
-            raise CheckpointError(f"{key} is of {found.dtype}, which the file format cannot hold: nothing was written.")
-        described = Tensor(found.shape, contiguous_strides(found.shape), found.dtype, ())
+            raise CheckpointError(
+                f"convert {key} first: it is of {found.dtype}, which the file format cannot hold. Nothing was written."
+            )
+        described = TensorInfo(found.shape, contiguous_strides(found.shape), found.dtype, ())
         plan.add(key, described, 0, found.numel, found.read)
 
     groups = [{**defaults, **plain_hyper(hyper)} for _, hyper in foreign.groups]
     group_of = {name: group for (names, _), group in zip(foreign.groups, groups, strict=True) for name in names}
     for name, param in foreign.params.items():
-        add(Key("params", name, "param"), param.values)
+        add(TensorKey("params", name, "param"), param.values)
         state = _checked(name, param, rule, group_of.get(name))
         for kind in (*state.tensors, *state.margins):
-            add(Key("params", name, kind), param.state[kind].as_dtype(torch.float32))
+            add(TensorKey("params", name, kind), param.state[kind].as_dtype(torch.float32))
         params[name] = {
             "aliases": list(param.aliases),
             "optimizer": 0 if name in group_of else None,
@@ -60,7 +62,7 @@ def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> Sa
             "has_state": state.step > 0,
         }
     for name, buffer in foreign.buffers.items():
-        add(Key("buffers", name, "value"), buffer)
+        add(TensorKey("buffers", name, "value"), buffer)
     described_groups = [
         {"params": list(names), "values": values.encode(group, _no_tensor, "a param group")}
         for (names, _), group in zip(foreign.groups, groups, strict=True)
@@ -79,16 +81,16 @@ def _no_tensor(tensor: torch.Tensor) -> str:
 
 
 def _checked(name: str, param: ForeignParam, rule: Rule, group: Mapping[str, Any] | None) -> ParamState:
-    """Returns the state as the optimizer's own ``load_state_dict`` would take it, its tensors without values."""
+    """Returns the state as ``load_state_dict`` would read it, its tensors without values."""
     if group is None or not param.state:
         return ParamState()
     scalars = ("step", *rule.carried)
     given = {
-        key: value.item() if isinstance(value, Values) and key in scalars else value
+        key: value.item() if isinstance(value, LazyTensor) and key in scalars else value
         for key, value in param.state.items()
     }
     empty = {
-        key: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Values) else value
+        key: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, LazyTensor) else value
         for key, value in given.items()
     }
     step = empty.get("step", 0)
@@ -102,34 +104,34 @@ def _checked(name: str, param: ForeignParam, rule: Rule, group: Mapping[str, Any
 
 
 def write_import(plan: SavePlan, root: Path, advance: Callable[[int], None]) -> Path:
-    """Writes and publishes the checkpoint beside those that ``root`` holds. Returns its path.
+    """Writes and publishes the checkpoint in ``root``. Returns its path.
 
     Args:
-        advance: told how many bytes were read.
+        advance: takes the number of bytes that were read.
 
     Raises:
-        CheckpointError: the source cannot be read after all, or the disk not written; nothing was published.
+        CheckpointError: reading the source or writing the checkpoint failed; nothing was published.
     """
-    plan.pieces = [replace(piece, read=_told(piece, advance)) for piece in plan.pieces]
+    plan.items = [replace(item, read=_counted(item, advance)) for item in plan.items]
     was_there = files.is_directory(root)
     try:
-        site, lock = publish.begin(root, plan.step)
+        target = publish.begin(root, plan.step)
     except OSError as error:
         raise as_checkpoint_error(error, root) from error
     try:
-        RankWriter(site, lock, plan, None).run()
+        RankWriter(target, plan, None).run()
     except BaseException:
         with suppress(OSError, CheckpointError):
-            publish.abandon(site)
+            publish.abandon(target)
             if not was_there and not files.names(root):
                 files.remove_directory(root)
         raise
-    return site.published
+    return target.published
 
 
-def _told(piece: Piece, advance: Callable[[int], None]) -> Read:
+def _counted(item: WriteItem, advance: Callable[[int], None]) -> Read:
     def read(start: int, stop: int) -> torch.Tensor:
-        advance((stop - start) * piece.tensor.dtype.itemsize)
-        return piece.read(start, stop)
+        advance((stop - start) * item.tensor.dtype.itemsize)
+        return item.read(start, stop)
 
     return read

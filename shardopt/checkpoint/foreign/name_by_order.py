@@ -1,4 +1,4 @@
-"""Finds the names of params whose optimizer knows them by number only."""
+"""Names the params of an optimizer that was saved without names."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,15 +10,15 @@ Shape = tuple[int, ...]
 def name_by_order(groups: Sequence[Sequence[Shape | None]], candidates: Mapping[str, Shape]) -> list[list[str]]:
     """Returns names for the params of each group.
 
-    Params of a group stand in the order of the model, as ``model.parameters()`` or a comprehension over it gives them.
-    Groups divide the model in some way; that has one solution only where no shape is in two of them.
+    The params of a group are in the order of the model, as ``model.parameters()`` or a comprehension over it yields
+    them. How groups divide the model is clear only if no shape occurs in two groups.
 
     Args:
-        groups: of each param its shape, None where it has no state that would tell.
-        candidates: params of the model in its order.
+        groups: the shape of each param; None for a param without a state.
+        candidates: params of the model, in its order.
 
     Raises:
-        CheckpointError: there is no solution, or more than one.
+        CheckpointError: no names fit, or several do.
     """
     shapes = [set(group) for group in groups]
     for index, one in enumerate(shapes):

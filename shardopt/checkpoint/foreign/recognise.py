@@ -1,4 +1,4 @@
-"""Finds the optimizer that a foreign state belongs to, by its hyper-parameters and the names of its states."""
+"""Finds the optimizer class of a foreign state, by hyper-parameters and the names of states."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .source import Foreign
 
 _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every version
-
-
 Recipe = tuple["Rule", dict[str, Any]]  # the rule of an optimizer's class, and the defaults of its param groups
 
 
@@ -22,8 +20,8 @@ def recognise(foreign: Foreign, every: Mapping[str, Recipe], name: str | None) -
     """Returns the recipe of the one class that fits.
 
     Args:
-        every: by name, all classes that there are.
-        name: the class that the user gave, or None.
+        every: all classes, by name.
+        name: of the class that the user chose; None: the class is recognised.
 
     Raises:
         CheckpointError: no class fits, or several do.
@@ -32,8 +30,8 @@ def recognise(foreign: Foreign, every: Mapping[str, Recipe], name: str | None) -
     if name is not None:
         if name not in fitting:
             raise CheckpointError(
-                f"{name} needs other states than {foreign.origin} holds, {sorted(_kinds(foreign))}. These would fit: "
-                f"{', '.join(fitting) or 'none'}. Nothing was written."
+                f"give --optimizer one of these: {', '.join(fitting) or 'none fits'}. {name} needs other states than "
+                f"{foreign.origin} holds, {sorted(_kinds(foreign))}. Nothing was written."
             )
         return every[name]
     words = set().union(*(_words(defaults) for _, defaults in every.values()))

@@ -1,4 +1,4 @@
-"""One form for the files of other libraries: names, shapes, and tensors that are read on demand."""
+"""What was read from another library's files: names, shapes, and tensors that are loaded on demand."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
-# These hyper-parameters say how a step is computed, not its result; they are not carried over.
+# Hyper-parameters that select an implementation and change no result; they are not imported.
 HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
-class Values:
-    """A tensor in a file. Its elements are read in row-major order, and held from the first of them to the last."""
+class LazyTensor:
+    """A tensor in a file. Elements are read in row-major order; it stays loaded until the last element is read."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], torch.Tensor], place: Any = None):
-        """``load`` gives the whole, on the host; ``place``, where known, is equal for two names of one tensor."""
+        """``load`` returns the tensor, on the host; ``place``, if known, is equal for two names of one tensor."""
         self.shape, self.dtype, self.place, self._load = tuple(shape), dtype, place, load
         self._held: torch.Tensor | None = None
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> "Values":
+    def of(tensor: torch.Tensor) -> "LazyTensor":
         place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else None
-        return Values(tensor.shape, tensor.dtype, lambda: tensor, place)
+        return LazyTensor(tensor.shape, tensor.dtype, lambda: tensor, place)
 
     @property
     def numel(self) -> int:
@@ -34,9 +34,11 @@ class Values:
     def item(self) -> float:
         return float(self.tensor().item())
 
-    def as_dtype(self, dtype: torch.dtype) -> "Values":
-        """Rounded to the nearest, where it rounds."""
-        return self if dtype is self.dtype else Values(self.shape, dtype, lambda: self.tensor().to(dtype), self.place)
+    def as_dtype(self, dtype: torch.dtype) -> "LazyTensor":
+        """Returns the tensor in another dtype, rounded to nearest."""
+        if dtype is self.dtype:
+            return self
+        return LazyTensor(self.shape, dtype, lambda: self.tensor().to(dtype), self.place)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         if self._held is None:
@@ -51,12 +53,12 @@ class Values:
 class ForeignParam:
     """
     Attributes:
-        aliases: its other names, where it is tied.
-        state: as ``torch.optim`` keeps it: numbers (step) and Values by name, "master" among them; empty before the
+        aliases: the other names of a tied param.
+        state: as in ``torch.optim``: numbers (step) and LazyTensors by name, "master" among them; empty before the
             first step.
     """
 
-    values: Values
+    values: LazyTensor
     aliases: tuple[str, ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
 
@@ -65,14 +67,14 @@ class ForeignParam:
 class Foreign:
     """
     Attributes:
-        origin: what it was read from, in words.
-        params: those of the groups, and frozen ones.
-        groups: of the one optimizer: names of a group's params in their order, and its hyper-parameters.
+        origin: the source, in words.
+        params: of the groups, and frozen ones.
+        groups: of the one optimizer: the names of a group's params in order, and its hyper-parameters.
     """
 
     origin: str
     params: Mapping[str, ForeignParam]
-    buffers: Mapping[str, Values]
+    buffers: Mapping[str, LazyTensor]
     groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
 
 
@@ -82,7 +84,7 @@ def plain_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Values):
+    if isinstance(value, LazyTensor):
         return value.item()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return type(value)(_plain(each) for each in value)  # type: ignore[call-arg]

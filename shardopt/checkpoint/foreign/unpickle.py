@@ -1,7 +1,7 @@
-"""Reads files that name classes without running any of their code. Used by ``python -m shardopt import`` alone.
+"""Reads pickles without running any of their code. Used by ``python -m shardopt import`` alone.
 
-Torch's own files go through torch's restricted loader. The index of a distributed checkpoint is a pickle for which
-torch has none, so it has one here: what it names is in the tables below, which give inert stand-ins, or an error.
+torch's restricted loader reads torch's own files. It cannot read the index of a distributed checkpoint, which is a
+pickle too, so there is a loader here: it maps the classes in the tables below to inert stand-ins, and refuses others.
 """
 
 import io
@@ -19,7 +19,7 @@ from ..records import DTYPES
 
 
 class Inert:
-    """Stands in for an object of a foreign class: keeps what it was made from, and does nothing."""
+    """Stands in for an object of a foreign class: holds its arguments and state, and does nothing."""
 
     def __new__(cls, *arguments: Any) -> "Inert":
         made = super().__new__(cls)
@@ -36,7 +36,7 @@ class Inert:
             self.content = state
 
 
-# What DeepSpeed's files name beside tensors; nothing of it is used but the stage, which is the argument of its enum.
+# Classes in DeepSpeed's files beside tensors. Only the stage is used, which is the argument of its enum.
 _DEEPSPEED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -67,7 +67,7 @@ class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _METADATA.get(f"{module}.{name}")
         if found is None:
-            raise CheckpointError(f"it names {module}.{name}, which the index of a checkpoint has no use for")
+            raise CheckpointError(f"it names {module}.{name}, which no index of a checkpoint needs")
         return found
 
 
@@ -75,7 +75,7 @@ def read_index(path: Path) -> Any:
     """Returns the ``.metadata`` of a distributed checkpoint, with inert objects in place of torch's.
 
     Raises:
-        CheckpointError: it is not such a file, or names anything else.
+        CheckpointError: the file is not an index, or names other classes.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -92,7 +92,7 @@ def read_file(path: Path) -> Any:
     """Returns what ``torch.save`` wrote; large tensors stay in the file until they are read.
 
     Raises:
-        CheckpointError: it is damaged, or names classes that are neither torch's own nor known.
+        CheckpointError: the file is damaged, or names classes that are neither torch's own nor in the tables.
     """
     if not path.is_file():
         raise CheckpointError(f"give the files that were saved: {path} is not a file. Nothing was imported.")
@@ -115,8 +115,8 @@ def read_item(path: Path, offset: int, length: int) -> Any:
         data = file.read(length)
     if len(data) != length:
         raise CheckpointError(
-            f"{path} was truncated: it ends at byte {offset + len(data)}, its index wants {offset + length}. Nothing "
-            "was imported."
+            f"copy the checkpoint again: {path} was truncated: it ends at byte {offset + len(data)}, its index needs "
+            f"{offset + length}. Nothing was imported."
         )
     return _restricted(io.BytesIO(data), f"{path}, bytes {offset} to {offset + length},", mmap=False)
 
@@ -126,10 +126,11 @@ def _restricted(source: Any, where: str, mmap: bool) -> Any:
         with torch.serialization.safe_globals([(Inert, name) for name in _DEEPSPEED]):
             return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except Exception as error:
-        told = str(error).partition("\n")[0] if "Unsupported" not in str(error) else _unsupported(str(error))
+        reason = str(error).partition("\n")[0] if "Unsupported" not in str(error) else _unsupported(str(error))
         raise CheckpointError(
-            f"load it where it comes from, and save its tensors without the rest: {where} cannot be read: {told}. Only "
-            "tensors, numbers, text and containers of these are read: other classes can run code. Nothing was imported."
+            "load it with the library that saved it, and save its tensors alone: "
+            f"{where} cannot be read: {reason}. Only tensors, numbers, text and containers of these are read, because "
+            "other classes can run code. Nothing was imported."
         ) from error
 
 

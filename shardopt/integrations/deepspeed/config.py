@@ -1,4 +1,4 @@
-"""A training set up from a DeepSpeed config: optimizer, loss scaler, schedule, accumulation.
+"""Sets a training up from a DeepSpeed config: optimizer, loss scaler, schedule, accumulation.
 
 ::
 
@@ -8,7 +8,7 @@
         if (step + 1) % run.accumulation_steps == 0:
             run.step()
 
-Every key is mapped, checked, or named: in one warning where it changes no result, in one error where it would.
+Every key is mapped or checked. Keys without an effect are listed in one warning; unsupported ones in one error.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class DeepSpeedRun:
 
     Attributes:
         optimizer: has taken the module over.
-        scaler: disabled (``scale()`` gives its argument back) unless the config says fp16.
+        scaler: disabled (``scale()`` returns its argument) unless the config enables fp16.
         accumulation_steps: backwards before a step; divide each loss by it.
-        micro_batch_size: samples of one forward on one rank; None where the config does not say.
-        scheduler: None where the config has none.
+        micro_batch_size: samples of one forward on one rank; None if the config has none.
+        scheduler: None if the config has none.
     """
 
     optimizer: ShardedOptimizer
@@ -103,24 +103,24 @@ def from_deepspeed_config(
     """Sets a training up as ``deepspeed.initialize`` would.
 
     Args:
-        config: the JSON file, or what is in it.
-        module: plain or DDP, on its device. Cast to fp16 or bf16 where the config says so, in place.
+        config: the JSON file, or its content.
+        module: plain or DDP, on its device. Cast in place to fp16 or bf16 if the config enables them.
         params: tensors or param groups; None: all of the module's. Groups that all have an ``"lr"`` need no
             ``optimizer`` section: AdamW then.
-        optimizer: in place of that section, and before it: an optimizer of ``torch.optim`` (the sharded class of that
-            name takes over its groups and states), its class, a class of shardopt's, or a function of params that gives
-            an optimizer of ``torch.optim``.
-        auto: by dotted path (``"optimizer.params.lr"``), what stands for ``"auto"``. Sizes of buckets need none: they
-            are made of ``module.config.hidden_size``, or are the defaults.
+        optimizer: replaces that section: an optimizer of ``torch.optim`` (the sharded class of that name takes over its
+            groups and states), its class, a class of shardopt's, or a function of params that returns an optimizer of
+            ``torch.optim``.
+        auto: values for ``"auto"``, by dotted path (``"optimizer.params.lr"``). Sizes of buckets need none: they follow
+            from ``module.config.hidden_size``, or are the defaults.
         process_group: the data-parallel ranks; None: those of DDP, or the default group.
 
     Raises:
-        ShardoptError: keys that would change results, values of the wrong type, what ``"auto"`` stands for: all in one
+        ShardoptError: keys that would change results, values of the wrong type, ``"auto"`` without a value: all in one
             message, which names the file. Nothing was changed.
     """
     if not isinstance(module, nn.Module):
         raise ShardoptError(
-            f"from_deepspeed_config(config, module): module is a {type(module).__name__}, not an nn.Module."
+            f"from_deepspeed_config(config, module): module takes an nn.Module, found {type(module).__name__}."
         )
     if params is not None and (isinstance(params, str) or not isinstance(params, Iterable)):
         raise TypeError(f"params takes tensors or param groups, or None, found {type(params).__name__}.")

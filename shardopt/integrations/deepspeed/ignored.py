@@ -1,6 +1,6 @@
-"""Keys of a DeepSpeed config that say nothing about an optimizer: what changes no result is named in one warning.
+"""Keys of a DeepSpeed config that configure no optimizer: those without an effect are listed in one warning.
 
-What would change results is refused, unless it is switched off: ``{"enabled": false, ...}`` asks for nothing.
+Keys that would change results are refused, unless they are switched off by ``{"enabled": false, ...}``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _QUANTIZED = "nothing is quantized on the way"
 
 
 def check_rest(keys: Keys) -> None:
-    """Takes every key that the optimizer is not made of."""
+    """Takes every key that does not configure the optimizer."""
     for path, (kind, done, why) in _ALWAYS.items():
         found = _value(keys, path, kind, done)
         if found != done:
@@ -38,14 +38,14 @@ def check_rest(keys: Keys) -> None:
 
 
 def _value(keys: Keys, path: str, kind: Kind, default: Any) -> Any:
-    """Takes and returns the value at ``path``, or DeepSpeed's own default if it is missing or left to "auto"."""
+    """Takes and returns the value at ``path``, or DeepSpeed's default if it is missing or "auto"."""
     if keys.is_auto(path):
         keys.drop(path)
     return keys.take(path, kind, default)
 
 
 def _switched_on(keys: Keys, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the first switch of a section, or the key itself, that asks for something."""
+    """Yields the first switch of a section, or the key itself, that is not off."""
     found = keys.drop(path)
     switches = [(name, value) for name, value in found if name.endswith(".enabled") or name == path]
     if any(name == f"{path}.enabled" and value in (False, AUTO) for name, value in switches):
@@ -54,7 +54,7 @@ def _switched_on(keys: Keys, path: str) -> Iterator[tuple[str, Any]]:
     yield from asked[:1]
 
 
-# Done in any case: (kind, the value that says so, what to say of another value).
+# Behaviour that is always on: (kind, the value that asks for it, the warning for another value).
 _ALWAYS: dict[str, tuple[Kind, Any, str]] = {
     f"{_ZERO}.overlap_comm": (flag, True, "it is always on"),
     f"{_ZERO}.contiguous_gradients": (flag, True, "it is always on"),
@@ -69,12 +69,12 @@ _ALWAYS: dict[str, tuple[Kind, Any, str]] = {
     "gradient_predivide_factor": (number, 1, "gradients are summed in fp32 and divided once"),
     "fp16.auto_cast": (flag, False, "give the model its inputs in fp16"),
     "wall_clock_breakdown": (flag, False, "print(optimizer.timings()) shows it at any time"),
-    "memory_breakdown": (flag, False, "optimizer.memory() tells it"),
-    "dump_state": (flag, False, "print(optimizer) tells it"),
+    "memory_breakdown": (flag, False, "optimizer.memory() returns it"),
+    "dump_state": (flag, False, "print(optimizer) shows it"),
     "dataloader_drop_last": (flag, False, "the DataLoader is the script's own"),
 }
 
-# Something else takes their place.
+# Keys that something else replaces.
 _INSTEAD = {
     "activation_checkpointing": "call torch.utils.checkpoint in the model, and shardopt.partition_activations()",
     "hybrid_engine": "generate within `with optimizer.unsharded():`",
@@ -85,7 +85,7 @@ _INSTEAD = {
     f"{_ZERO}.sub_group_size": "a shard is updated in one launch, which needs no buffers",
 }
 
-# These ask for nothing that is done or needed here.
+# Keys without a counterpart here.
 _ELSEWHERE = (
     *("steps_per_print", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "aio"),
     *("comms_logger", "comms_config", "flops_profiler", "autotuning", "tensorboard", "wandb", "csv_monitor", "comet"),
@@ -113,7 +113,7 @@ _ELSEWHERE = (
     ),
 )
 
-# Sections that would change results, and what to do in their place.
+# Sections that would change results, and what to do instead.
 _OTHER_RESULTS = {
     "amp": "use torch.autocast around the forward",
     "torch_autocast": "use torch.autocast around the forward",
@@ -126,7 +126,7 @@ _OTHER_RESULTS = {
     "quantize_training": "nothing is quantized here",
     f"{_ZERO}.zenflow": "every gradient is used in its own step here",
 }
-# Quantization, and what splits the model itself: (kind, the largest value that asks for nothing, what to say).
+# Quantization, and splits of the model itself: (kind, the largest value that is off, the error for a larger one).
 _NEVER: dict[str, tuple[Kind, Any, str]] = {
     f"{_ZERO}.zero_quantized_weights": (flag, False, _QUANTIZED),
     f"{_ZERO}.zero_quantized_gradients": (flag, False, _QUANTIZED),

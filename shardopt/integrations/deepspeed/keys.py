@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config: where its keys are, what kind of value each takes, what is said of the other keys."""
+"""Reads a DeepSpeed config: takes its keys, checks the kind of each value, collects warnings and errors."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ShardoptError
 
 AUTO = "auto"
-Kind = Callable[[Any], Any]  # returns the value as it is used, or raises a TypeError that says what belongs there
+Kind = Callable[[Any], Any]  # returns the checked value, or raises a TypeError that says what belongs there
 
 
 # -- kinds of values ---------------------------------------------------------------------------------------------------
@@ -23,14 +23,14 @@ def flag(value: Any) -> bool:
 
 
 def number(value: Any) -> float:
-    """A number; whole ones stay whole."""
+    """Returns a number; whole numbers stay ints."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
         raise TypeError("a number, without quotes,")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def count(value: Any) -> int:
-    """A whole number from 0 on; ``5e8`` is one too, as JSON has it."""
+    """Returns a whole number from 0 on; JSON's ``5e8`` is one too."""
     belongs = "a whole number, 0 or above, without quotes,"
     try:
         found = number(value)
@@ -65,11 +65,11 @@ def _section(value: Any) -> Any:
 
 
 class Keys:
-    """The config's leaves by dotted path. Each is taken once; the rest is unknown in the end. A null counts as missing.
+    """The config's leaves by dotted path. Each is taken once; leaves that nobody takes are errors. A null is missing.
 
     Attributes:
-        warnings: what changes no result, in words.
-        errors: what would change results, in words.
+        warnings: keys without an effect, in words.
+        errors: keys that would change results, in words.
         unfilled: paths that need a value in place of ``"auto"``.
     """
 
@@ -82,9 +82,9 @@ class Keys:
     ):
         """
         Args:
-            auto: by dotted path, what stands for ``"auto"``.
-            sections: paths where an object belongs, and nothing else.
-            renamed: old name of a path -> the name that is taken here.
+            auto: values for ``"auto"``, by dotted path.
+            sections: paths that must hold an object.
+            renamed: old name of a path -> its present name.
         """
         self.source, whole = _read(config)
         leaves = {path: value for path, value in _leaves(whole, "") if value is not None}
@@ -93,7 +93,7 @@ class Keys:
         self.unfilled: list[str] = []
         unknown = [path for path in auto if leaves.get(path) != AUTO]
         if unknown:
-            raise ShardoptError(f"remove {unknown} from auto=: {self.source} does not leave to 'auto' what these name.")
+            raise ShardoptError(f"remove {unknown} from auto=: {self.source} does not set these to 'auto'.")
         for path, value in auto.items():
             del leaves[path]
             leaves.update(_leaves({path: value}, ""))
@@ -135,7 +135,7 @@ class Keys:
         return {name: value for name, value in found.items() if value is not missing}
 
     def has(self, path: str) -> bool:
-        """True if the key, or anything under it, is there and not taken yet."""
+        """True if the key, or a key under it, is left."""
         return path in self._left or bool(self.names_in(path))
 
     def is_auto(self, path: str) -> bool:
@@ -147,7 +147,7 @@ class Keys:
         self.errors.append(f"{self._name(path)}={_json(value)}: {why}")
 
     def warn(self, path: str, why: str, value: Any = None) -> None:
-        """Adds a part of the one warning."""
+        """Adds to the one warning."""
         self.warnings.append(f"{self._name(path)}{'' if value is None else f'={_json(value)}'} ({why})")
 
     def expect(self, path: str, value: Any, otherwise: str, kind: Kind = flag) -> None:
@@ -159,26 +159,26 @@ class Keys:
             self.refuse(path, found, otherwise)
 
     def drop(self, path: str) -> list[tuple[str, Any]]:
-        """Takes the key and all under it, of any kind; returns (path as written, value)."""
+        """Takes the key and all keys under it, of any kind; returns (path as written, value) of each."""
         paths = [each for each in self._left if each == path or each.startswith(f"{path}.")]
         return [(self._name(each), self._left.pop(each)) for each in paths]
 
     def finish(self) -> None:
-        """Makes an error of each key that is left, and raises all errors together."""
+        """Makes an error of each key that is left, then raises all errors together."""
         self.errors += [f"{self._name(path)}={_json(value)}: not known here" for path, value in self._left.items()]
-        told = []
+        parts = []
         if self.errors:
-            told.append(
+            parts.append(
                 f"remove or change keys of {self.source}, without which the results would differ: "
                 f"{'; '.join(self.errors)}."
             )
         if self.unfilled:
             dots = ", ".join(f"{path!r}: ..." for path in dict.fromkeys(self.unfilled))
-            told.append(
+            parts.append(
                 f"give the values that {self.source} leaves to 'auto', as from_deepspeed_config(..., auto={{{dots}}})."
             )
-        if told:
-            raise ShardoptError(" ".join(told))
+        if parts:
+            raise ShardoptError(" ".join(parts))
 
 
 def _read(config: Any) -> tuple[str, Mapping[str, Any]]:
@@ -200,7 +200,7 @@ def _no_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
+            raise ValueError(f"the key {key!r} occurs twice")
         found[key] = value
     return found
 
@@ -213,7 +213,7 @@ def _renamed(path: str, renamed: Mapping[str, str]) -> str:
 
 
 def _json(value: Any) -> str:
-    """Returns the value as the file has it."""
+    """Returns the value as JSON."""
     return json.dumps(value, default=repr)[:100]
 
 

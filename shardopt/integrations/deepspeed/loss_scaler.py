@@ -1,4 +1,4 @@
-"""A GradScaler with what torch's lacks and DeepSpeed's has: hysteresis, a lowest scale, a fixed scale."""
+"""A GradScaler with DeepSpeed's hysteresis, lowest scale and fixed scale, which torch's lacks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ class LossScale:
     """The rule of a loss scale.
 
     Attributes:
-        initial: scale to begin with; ``fixed`` keeps it.
-        window: steps without overflow, after the first one, until it is doubled.
-        hysteresis: overflows until it is halved; the earlier ones only skip their step.
-        refills: every step without overflow restores the hysteresis, not only a doubling.
-        floor: the lowest scale; an overflow at it is an error.
+        initial: the first scale; ``fixed`` keeps it.
+        window: steps without overflow, after the first one, until the scale is doubled.
+        hysteresis: overflows until the scale is halved; earlier overflows only skip their step.
+        refills: True if every step without overflow restores the hysteresis; False: only a doubling does.
+        floor: the lowest scale, at which an overflow is an error.
     """
 
     initial: float = 2.0**16
@@ -39,7 +39,7 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale=scale.initial, enabled=enabled)
         self._rule = scale
         self._patience = scale.hysteresis
-        self._stable = -1  # steps since the last overflow, itself not counted; as if there had been one at the start
+        self._stable = -1  # steps since the last overflow; -1 as if one had just happened
 
     def __repr__(self) -> str:
         return f"LossScaler(scale={self.get_scale():g}, {self._rule})" if self.is_enabled() else "LossScaler(disabled)"

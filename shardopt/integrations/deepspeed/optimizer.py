@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Construct = Callable[..., ShardedOptimizer]
 
 
-# What makes the optimizer of (params, <shardopt's keywords>), those params, and a state dict to load then.
+# The function of (params, <shardopt's keywords>) that makes the optimizer, these params, and a state dict to load.
 Wanted = tuple[Construct, Any, dict[str, Any] | None]
 
 
@@ -35,12 +35,12 @@ def optimizer_of(keys: Keys, module: nn.Module, params: Any, given: Any) -> Want
     """
     Args:
         params: tensors or param groups; None: the module's.
-        given: what goes before the section: an optimizer, a class, or a function of params; None: the section counts.
+        given: replaces the section: an optimizer, a class, or a function of params; None: the section counts.
     """
     if given is not None:
         if keys.has("optimizer.type") or keys.has("optimizer.params"):
             keys.drop("optimizer")
-            keys.warn("optimizer", "optimizer= was given, which goes first")
+            keys.warn("optimizer", "optimizer= was given, which replaces it")
         return _of_script(module, params, given)
     whole = list(module.parameters()) if params is None else params
     if keys.has("optimizer"):
@@ -65,8 +65,8 @@ def _have_rates(params: Any) -> bool:
 def _of_script(module: nn.Module, params: Any, given: Any) -> Wanted:
     if isinstance(given, ShardedOptimizer):
         raise ShardoptError(
-            f"give the class as optimizer=, or a torch.optim optimizer: found a {type(given).__name__} that is made, "
-            "which the config's stage and offload would not reach."
+            "give the class as optimizer=, or a torch.optim optimizer: the config's stage and offload would not reach "
+            f"a {type(given).__name__} that is already constructed."
         )
     inner = given.func if isinstance(given, functools.partial) else given
     if isinstance(inner, type) and issubclass(inner, ShardedOptimizer):
@@ -74,15 +74,17 @@ def _of_script(module: nn.Module, params: Any, given: Any) -> Wanted:
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
             raise ShardoptError(
-                f"optimizer= takes an optimizer of torch.optim, its class, or a function of params that gives one; "
+                f"optimizer= takes an optimizer of torch.optim, its class, or a function of params that returns one, "
                 f"found a {type(given).__name__}: {given!r}."
             )
         given = given(list(module.parameters()) if params is None else params)
         params = None
     if params is not None:
-        raise ShardoptError("give optimizer= without params=, or its class: the optimizer has params of its own.")
+        raise ShardoptError("give optimizer= without params=, or its class: the optimizer already has params.")
     if not isinstance(given, torch.optim.Optimizer) or isinstance(given, ShardedOptimizer):
-        raise ShardoptError(f"optimizer= gave a {type(given).__name__}: it must give an optimizer of torch.optim.")
+        raise ShardoptError(
+            f"optimizer= must return an optimizer of torch.optim, it returned a {type(given).__name__}."
+        )
     return _like(given)
 
 
@@ -113,7 +115,7 @@ def _class_like(given: torch.optim.Optimizer) -> type[ShardedOptimizer]:
     names = ", ".join(each.removeprefix("Sharded") for each in optim.__all__)
     raise ShardoptError(
         f"give as optimizer= one of torch.optim ({names}), or a subclass of shardopt.ShardedOptimizer with a rule: the "
-        f"update of {type(given).__module__}.{name} is not known, so another one would be done."
+        f"update of {type(given).__module__}.{name} is not known, so another update would run."
     )
 
 
@@ -128,7 +130,7 @@ def _uncorrected_scalars(group: Mapping[str, Any], step: int, carried: Mapping[s
     return {**adam_scalars(group, step, carried), "step_size": group["lr"], "bias_correction2_sqrt": 1.0}
 
 
-# As Adam and AdamW, with moments that are used as they are: steps begin small.
+# Adam and AdamW without bias correction: the first steps are small.
 _UNCORRECTED = replace(adam, name="adam_uncorrected", scalars=_uncorrected_scalars)
 
 
@@ -137,7 +139,7 @@ def _uncorrected_adam(params: Any, plain: Construct, arguments: Mapping[str, Any
     return ShardedOptimizer(params, plain([torch.zeros(1)], **arguments).defaults, rule=_UNCORRECTED, **options)
 
 
-# Defaults of DeepSpeed's constructors, where they differ from the classes' here.
+# Defaults of DeepSpeed's constructors that differ from those of the classes here.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.0},
     "Adam": {"weight_decay": 0.0},
@@ -156,7 +158,7 @@ def _of_section(keys: Keys, params: Any) -> Wanted:
         keys.refuse("optimizer.type", kind, f"there are {', '.join(sorted(_NAMES.values()))}")
         keys.drop("optimizer.params")
         return optim.ShardedAdamW, params, None
-    if name == "Adam" and is_decoupled:  # there "Adam" decouples its decay too, unless it is told not to
+    if name == "Adam" and is_decoupled:  # DeepSpeed's "Adam" decouples its decay too, unless adam_w_mode is false
         name = "AdamW"
     construct: Construct = getattr(optim, f"Sharded{name}")
     signature = inspect.signature(construct).parameters

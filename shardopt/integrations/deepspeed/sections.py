@@ -25,7 +25,7 @@ SECTIONS = (
 )
 _SHORT = ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
 _LONG = ("gather_16bit_weights_on_model_save", "model_persistence_threshold", "module_granularity_threshold")
-# Other names of keys: as the config may spell them -> as they are taken.
+# Other names of keys in a config -> the names that are taken.
 RENAMED = {
     "bfloat16": "bf16",
     "fp16.master_weights_and_grads": "fp16.fp16_master_weights_and_grads",
@@ -40,13 +40,13 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
-# A larger bucket leaves nothing to overlap. DeepSpeed's sizes are of buffers that gradients are copied into.
+# A larger bucket leaves nothing to overlap. DeepSpeed's sizes are those of buffers for copies of gradients.
 _LARGEST_BUCKET = 32 * MIB
 
 
 def batch_of(keys: Keys, ranks: int) -> tuple[int | None, int]:
-    """Returns (samples of a forward on a rank, backwards before a step); any two of the three keys give the third."""
-    # "auto" is as good as missing where the others say it.
+    """Returns (samples of a forward on a rank, backwards before a step); two of the three keys determine the third."""
+    # "auto" counts as missing where the other keys determine it.
     asks = keys.is_auto(BATCH[2])
     given = []
     for name in BATCH:
@@ -82,8 +82,8 @@ def precision_of(keys: Keys) -> tuple[torch.dtype | None, LossScale | None]:
         keys.expect(f"{section}.{section}_master_weights_and_grads", False, "masters are fp32 here")
     keys.expect("bf16.bf16_optimizer_states", False, 'construct the optimizer yourself, with state_format="bf16"')
     if fp16 and bf16:
-        keys.errors.append("fp16.enabled and bf16.enabled: one of them is")
-    if not fp16:  # then the rest of the section asks for nothing
+        keys.errors.append("fp16.enabled and bf16.enabled: only one of them can be true")
+    if not fp16:  # then the rest of the section has no effect
         for name in _SCALE:
             keys.drop(f"fp16.{name}")
         return (torch.bfloat16 if bf16 else None), None
@@ -132,7 +132,7 @@ def reduce_dtype_of(keys: Keys) -> torch.dtype | None:
 
 
 def tuning_of(keys: Keys, module: nn.Module, dtype: torch.dtype) -> Tuning:
-    """Converts sizes in elements to bytes. Where the model's width is not known, "auto" is the default."""
+    """Converts sizes in elements to bytes. If the model's width is not known, "auto" stands for the default."""
     hidden = _hidden_size(module)
 
     def elements(name: str, of_hidden: int | None) -> int | None:
@@ -173,7 +173,7 @@ def _hidden_size(module: nn.Module) -> int | None:
 
 
 def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
-    """Returns the config's ``offload=`` as a keyword for the optimizer. Nothing of it changes a result.
+    """Returns the config's ``offload=`` as a keyword for the optimizer. It changes no result.
 
     Args:
         device: of the params.

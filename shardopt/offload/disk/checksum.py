@@ -3,7 +3,8 @@
 Four independent sums over 64-bit words: each word is mixed in by exclusive or, a rotation and a multiplication with an
 odd number. Each of these operations is one-to-one, so a change within one word (any number of flipped bits in 8 bytes)
 is always seen. Any other change (a sector that was never written, an old one, two that changed places, zeros) is seen
-with all but 1 in 2**64. The checksum is no authentication: who can write to the file can forge it.
+with all but 1 in 2**64. The checksum does not authenticate: any process that can write to the file can
+forge it.
 
 On one core of the machine that it was written on, 4 MiB at a time: 14 GB/s, where CRC-32 of zlib makes 4.
 """

@@ -3,7 +3,7 @@
 Data that a step reads once and writes once gains nothing from a cache: it would evict the model's own pages, and cost
 one more copy. Where the file system refuses ``O_DIRECT``, the same calls go through the cache.
 
-Every count is checked. A call that was interrupted, or that moved less than asked, goes on from there. Any other
+Every count is checked. A call that was interrupted, or that moved less than asked, is continued. Any other
 failure is an OffloadError that names the operation and the place.
 """
 
@@ -23,7 +23,7 @@ from ...huge_pages import map_huge_pages
 from . import system
 
 PAGE = 4096  # bytes; direct transfers need offsets, lengths and addresses that are multiples of it, on every disk
-# Calls in a row that move less than a page, or that a signal interrupts, until the transfer is given up.
+# The most calls in a row that may move less than a page, or be interrupted by a signal, before the transfer fails.
 _PATIENCE = 100
 SystemCall = Callable[[int, memoryview, int], int]  # fd, buffer, offset; bytes moved
 # Errors of file systems that cannot transfer directly.
@@ -123,7 +123,7 @@ class AlignedFile:
                     "load a checkpoint (load_state_dict) and keep others out of the directory: somebody cut the file "
                     f"off. {where}: it ends after {done} bytes."
                 )
-            # A direct transfer can only go on from a whole page.
+            # A direct transfer can only continue at a whole page.
             done = len(buffer) if done + count == len(buffer) else done + max(count, 0) // PAGE * PAGE
             idle = 0 if count >= PAGE else idle + 1
             if idle > _PATIENCE:

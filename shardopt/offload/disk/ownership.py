@@ -61,7 +61,7 @@ class OwnedFile:
             raise
         self.close = weakref.finalize(self, remove, self.file)
         try:
-            # Some file systems have no locks; the process number then tells whether the owner lives.
+            # Some file systems have no locks; the process number then shows whether the owner lives.
             with suppress(OSError):
                 fcntl.flock(self.file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write_header()
@@ -208,7 +208,7 @@ def _owner(page: bytes) -> dict[str, Any]:
 def _is_alive(owner: dict[str, Any]) -> bool:
     """True if the process named in the page runs; needed on file systems without locks.
 
-    Boot and start time tell the process from a later one of the same number.
+    Boot and start time distinguish the process from a later one with the same number.
     """
     pid = owner.get("pid")
     return isinstance(pid, int) and owner.get("boot") == _boot() and owner.get("start") == _start_of(pid) is not None

@@ -1,4 +1,4 @@
-"""The ranks of one model where no process group holds them all: those of several groups that cross each other."""
+"""All ranks of one model where no process group holds all of them, but groups that are the dimensions of a mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
 
-Holder = tuple[int, ...]  # the global numbers of ranks that hold the same
+Holder = tuple[int, ...]  # the global numbers of ranks that hold the same params
 
 
 def numbers_of(ranks: Ranks) -> Holder:
@@ -20,10 +20,10 @@ def numbers_of(ranks: Ranks) -> Holder:
     return (0,) if ranks.group is None else tuple(dist.get_process_group_ranks(ranks.group))
 
 
-class Everyone:
-    """All ranks of the dimensions of a mesh, data-parallel and tensor-parallel ones, say.
+class MeshRanks:
+    """All ranks of a mesh, found from the groups of its dimensions: the data-parallel and tensor-parallel ones, say.
 
-    What a rank tells reaches all others in one exchange a dimension: each passes on what it heard in those before.
+    A value reaches all ranks in one exchange a dimension: each rank passes on what it received in those before.
     """
 
     def __init__(self, dimensions: Sequence[Ranks]):
@@ -35,11 +35,10 @@ class Everyone:
         self._dimensions, self._own = dimensions, str(dist.get_rank())
         self.seconds = min(ranks.seconds for ranks in dimensions)
         phase = "finding all ranks of the model"
-        heard = self._told(None, phase)
-        self._ranks = sorted(heard, key=int)
-        everyones = self._told(self._ranks, phase)
-        alike = self._told(all(each == self._ranks for each in everyones.values()), phase)
-        if not all(alike.values()):
+        self._ranks = sorted(self._gather(None, phase), key=int)
+        found_by = self._gather(self._ranks, phase)
+        is_mesh = self._gather(all(each == self._ranks for each in found_by.values()), phase)
+        if not all(is_mesh.values()):
             raise CheckpointError(
                 "give norm_group= all ranks that train the model (torch.distributed.group.WORLD, say): its "
                 f"data-parallel and tensor-parallel ranks, {[list(numbers_of(each)) for each in dimensions]} here, are "
@@ -53,12 +52,13 @@ class Everyone:
 
     def exchange_json(self, value: Any, phase: str) -> list[Any]:
         """Collective: returns every rank's JSON-able value, by rank."""
-        heard = self._told(value, phase)
-        return [heard[rank] for rank in self._ranks]
+        gathered = self._gather(value, phase)
+        return [gathered[rank] for rank in self._ranks]
 
-    def _told(self, value: Any, phase: str) -> dict[str, Any]:
-        heard = {self._own: value}
+    def _gather(self, value: Any, phase: str) -> dict[str, Any]:
+        """Collective: returns the values by the global number of the rank that gave each."""
+        gathered = {self._own: value}
         for ranks in self._dimensions:
-            for theirs in ranks.exchange_json(heard, phase):
-                heard.update(theirs)
-        return heard
+            for theirs in ranks.exchange_json(gathered, phase):
+                gathered.update(theirs)
+        return gathered

@@ -1,7 +1,4 @@
-"""Compares a checkpoint with a model, by name: what belongs where, and all that does not fit. Reads no element.
-
-And checks that the next step can be computed from the checkpoint's hyper-parameters.
-"""
+"""Matches a checkpoint with a model by name: what belongs where, and all that does not fit. Reads no element."""
 
 from __future__ import annotations
 
@@ -11,40 +8,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..domain.hyperparameters import check_numbers, plain_numbers
-from ..errors import CheckpointError
 from ..rules.choice import name_in
 from ..rules.rule import EMA
 from . import values
 from .claims import ADVICE
 from .names import plain_name
-from .records import Key
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from .model import Model, ModelParam
+    from ..rules import Rule
+    from .model import Model
+    from .model_param import ModelParam
     from .records import Manifest
 
 _LISTED = 8  # mismatches that an error names
-# Rule -> one with the same states, of which it goes on: clipping an update changes the step alone.
+# Rule -> another rule with the same states, from which it can continue: clipping changes the update alone.
 _STATES_OF = {"stable_adamw": "adam"}
-_DECOUPLED = "decoupled_weight_decay"  # which tells AdamW from Adam, of the same rule: only AdamW clips
+_DECOUPLED = "decoupled_weight_decay"  # distinguishes AdamW from Adam, which share a rule: only AdamW clips
 
 
-class Fit:
-    """What fits and what does not. Changes nothing.
+class ModelMatch:
+    """What fits between a checkpoint and a model. Changes nothing.
 
     Attributes:
         params: name of a param in the model -> its name in the checkpoint.
-        states: likewise, where its optimizer's states fit too.
-        buffers: names.
+        states: likewise, for params whose optimizer states fit too.
+        buffers: names of buffers that fit.
         modules: name of a module with an extra state in the checkpoint -> its name in the model.
-        groups: (optimizer, group) -> that of the checkpoint.
-        mismatches: what was left out, in words.
+        groups: (optimizer, group) -> the values of the checkpoint's group.
+        mismatches: in words, what does not fit and is not loaded.
     """
 
     def __init__(self, manifest: Manifest, model: Model):
-        """Looks at what this rank has; :meth:`compare` then knows what the others have."""
+        """Matches what this rank has. :meth:`compare` follows, which needs :meth:`summary` of all ranks."""
         self.params: dict[str, str] = {}
         self.states: dict[str, str] = {}
         self.buffers: list[str] = []
@@ -55,13 +51,13 @@ class Fit:
         self._canonical = {
             alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])
         }
-        self._flags = dict(self._find_flags())  # which states a rule keeps depends on them (amsgrad, momentum)
+        self._flags = dict(self._find_flags())  # amsgrad, momentum, ...: they decide which states a rule keeps
         self._group_of = model.groups_by_param()
         self._taken: dict[str, str] = {}
         for name, member in model.params.items():
             saved = next(iter(self._names_of(member)), None)
             if saved is None:
-                self._note(f"param {name!r} {_shape(member)} is missing in the checkpoint{self._renamed(member)}")
+                self._note(f"param {name!r} {list(member.box.shape)} is missing in the checkpoint{self._guess(member)}")
             elif saved in self._taken:
                 both = f"params {self._taken[saved]!r} and {name!r}"
                 self._note(f"{both} are two here and one tied param in the checkpoint")
@@ -71,9 +67,9 @@ class Fit:
         self._check_ties()
         self._modules = self._extra_states()
 
-    def told(self) -> dict[str, Any]:
-        """Returns what this rank takes, if no other one tells the same. JSON-able."""
-        model, is_first = self._model, self._model.home.rank == 0
+    def summary(self) -> dict[str, Any]:
+        """Returns the names that this rank takes, unless another rank with the same params returns them. JSON-able."""
+        model, is_first = self._model, self._model.data_ranks.rank == 0
         saved_as = {name: saved for saved, name in self._taken.items() if model.params[name].holders.rank == 0}
         return {
             "params": list(saved_as.values()),
@@ -85,27 +81,27 @@ class Fit:
             "modules": self._modules if is_first else [],
         }
 
-    def compare(self, told: Sequence[Mapping[str, Any]]) -> None:
+    def compare(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         """Compares the whole checkpoint with what all ranks take of it."""
-        taken = {saved for each in told for saved in each["params"]}
+        taken = {saved for each in summaries for saved in each["params"]}
         for saved, kinds in self._kinds.items():
             if saved not in taken:
                 shape, turn = list(kinds["param"].shape), self._manifest.params[saved].get("turn")
                 self._note(f"the checkpoint's param {saved!r} {shape} is not in the model{_of_experts(turn)}")
-        self._buffers({name for each in told for name in each["buffers"]})
-        modules = {name for each in told for name in each["modules"]}
+        self._buffers({name for each in summaries for name in each["buffers"]})
+        modules = {name for each in summaries for name in each["modules"]}
         for name in self._manifest.info["module_extra"]:
             if plain_name(name) not in modules:
-                self._note(f"the checkpoint's extra state of module {name!r} has no module here that takes one")
+                self._note(f"the checkpoint's extra state of module {name!r} has no module here that can load it")
         if self._model.engines:
-            self._groups([each["groups"] for each in told])
+            self._groups([each["groups"] for each in summaries])
 
     def describe(self) -> str:
         more = len(self.mismatches) - _LISTED
         return "; ".join(self.mismatches[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
     def _names_of(self, member: ModelParam) -> list[str]:
-        """Returns the names in the checkpoint that a param's names here stand for."""
+        """Returns the checkpoint's names of a param, by its names and aliases here."""
         of_now = [self._canonical[each] for each in (member.name, *member.aliases) if each in self._canonical]
         return of_now or [self._canonical[each] for each in member.older if each in self._canonical]
 
@@ -119,14 +115,15 @@ class Fit:
     def _note(self, mismatch: str) -> None:
         self.mismatches.append(mismatch)
 
-    def _renamed(self, member: ModelParam) -> str:
+    def _guess(self, member: ModelParam) -> str:
+        """Returns in words why a param may be missing."""
         alike = [
             name
             for name, kinds in self._kinds.items()
-            if name not in self._model.params and kinds["param"].shape == member.block.shape
+            if name not in self._model.params and kinds["param"].shape == member.box.shape
         ]
-        if member.turn is not None:
-            return f" (ranks use its name for {member.turn.total} experts: {ADVICE})"
+        if member.expert_index is not None:
+            return f" (ranks use its name for {member.expert_index.total} experts: {ADVICE})"
         return f" (renamed from {alike[0]!r}?)" if len(alike) == 1 else ""
 
     def _check_ties(self) -> None:
@@ -137,7 +134,7 @@ class Fit:
     # -- params and their states -----------------------------------------------------------------------------------
 
     def _param(self, member: ModelParam, saved: str) -> None:
-        tensor, shape = self._kinds[saved]["param"], member.block.shape
+        tensor, shape = self._kinds[saved]["param"], member.box.shape
         place = self._manifest.params[saved].get("place")  # of a checkpoint of one part of a model
         if place is not None and place != member.place:
             self._note(f"param {member.name!r} is {member.place or 'a plain tensor'}, in the checkpoint {place}")
@@ -161,17 +158,26 @@ class Fit:
                 self._note(f"param {name!r} is in no optimizer {where}")
             return False
         rule = self._model.engines[member.optimizer].rule
+        return self._rule_fits(member, saved, rule) and self._state_tensors_fit(member, saved, shape, rule)
+
+    def _rule_fits(self, member: ModelParam, saved: str, rule: Rule) -> bool:
+        """True if the rule here continues from states of the rule that was saved."""
+        about = self._manifest.params[saved]
         theirs, ours = self._manifest.optimizers[about["optimizer"]]["rule"], rule.name
         saved_flags, own = self._flags[saved], self._group_of[member.param]
-        if theirs == ours:  # which may be several, by group
+        if theirs == ours:  # of an optimizer whose param groups choose among several rules
             theirs, ours = name_in(rule, saved_flags), name_in(rule, own)
-        goes_on = theirs == ours or (
+        fits = theirs == ours or (
             _STATES_OF.get(theirs, theirs) == _STATES_OF.get(ours, ours)
             and saved_flags.get(_DECOUPLED) == own.get(_DECOUPLED)
         )
-        if not goes_on:
-            self._note(f"the states of {name!r} are those of {theirs!r}, here it is updated by {ours!r}")
-            return False
+        if not fits:
+            self._note(f"the states of {member.name!r} are those of {theirs!r}, here it is updated by {ours!r}")
+        return fits
+
+    def _state_tensors_fit(self, member: ModelParam, saved: str, shape: tuple[int, ...], rule: Rule) -> bool:
+        """True if the states that were saved are those that the rule needs."""
+        about, name = self._manifest.params[saved], member.name
         kinds = [kind for kind in self._kinds[saved] if kind not in ("param", "master")]
         missing = [flag for flag in rule.flags if flag not in self._flags[saved]]
         if missing:
@@ -184,13 +190,13 @@ class Fit:
         carried = set(rule.carried) if about["has_state"] else set()
         lacking = carried - about["carried"].keys() or about["carried"].keys() - set(rule.carried)
         differ = set(kinds) ^ set(needed)
-        if EMA not in kinds:  # which begins with the weights
+        if EMA not in kinds:  # an average that was not saved begins with the weights
             differ.discard(EMA)
         if differ or wrong or lacking:
             carries = f" and {list(rule.carried)}" if rule.carried else ""
             average = f" (an {EMA!r} is kept by optimizers that are given ema=)" if EMA in differ else ""
             self._note(f"{name!r} needs the states {list(needed)}{carries}, found {kinds}{average}")
-            return differ == {EMA} and not wrong and not lacking  # the rest is what it was
+            return differ == {EMA} and not wrong and not lacking  # all but the average can be loaded
         return True
 
     # -- buffers and groups ----------------------------------------------------------------------------------------
@@ -222,7 +228,7 @@ class Fit:
                 self.modules[name] = able[plain_name(name)]
         return list(able)
 
-    def _groups(self, told: Sequence[Sequence[Any]]) -> None:
+    def _groups(self, names_of_ranks: Sequence[Sequence[Any]]) -> None:
         saved = self._manifest.optimizers
         if len(saved) != len(self._model.engines):
             self._note(f"{len(self._model.engines)} optimizers were given, the checkpoint holds {len(saved)}")
@@ -231,14 +237,14 @@ class Fit:
             if count != len(theirs["groups"]):
                 self._note(f"optimizer {number} has {count} param groups, in the checkpoint {len(theirs['groups'])}")
             for index, group in enumerate(theirs["groups"][:count]):
-                names = {name for each in told for name in each[number][index]}
+                names = {name for each in names_of_ranks for name in each[number][index]}
                 if set(group["params"]) != names or not self._has_all(engine, index):
                     self._note(f"group {index} of optimizer {number} holds other params in the checkpoint")
                 else:
                     self._group(engine, number, index, group["values"])
 
     def _group(self, engine: Engine, number: int, index: int, saved: Mapping[str, Any]) -> None:
-        """Takes a group's values, but for those that choose another rule than the optimizer has."""
+        """Takes a group's values, without those that would choose another rule than the optimizer has."""
         where, own = f"group {index} of optimizer {number}", engine.groups[index]
         theirs, ours = name_in(engine.rule, saved), name_in(engine.rule, own)
         if theirs != ours:
@@ -263,63 +269,3 @@ def _of_experts(turn: Sequence[int] | None) -> str:
         f" (it is one of {turn[1]} experts that were saved under one name: load it where as many ranks hold others, "
         "and save it there with names=)"
     )
-
-
-def _shape(member: ModelParam) -> list[int]:
-    return list(member.block.shape)
-
-
-# -- hyper-parameters --------------------------------------------------------------------------------------------------
-
-
-def check_groups(manifest: Manifest, fitting: Fit, engines: Sequence[Engine]) -> None:
-    """Evaluates every group's scalars once, as the next step will. Changes nothing.
-
-    Raises:
-        CheckpointError: they cannot be computed, with what the checkpoint holds.
-    """
-    for (number, index), saved in fitting.groups.items():
-        engine = engines[number]
-        names = manifest.optimizers[number]["groups"][index]["params"]
-        try:
-            # Tensors are learning rates and the like: any number will do.
-            decoded = values.decode(saved, lambda name: _stand_in(manifest, name))
-            plain = plain_numbers({**engine.groups[index], **decoded})
-            check_numbers([plain], engine.defaults)
-            _check_arguments(decoded, engine)
-            variant = engine.rule.variant(plain)
-            for step, carried in _counts(manifest, names):
-                engine.rule.evaluate(variant, plain, step + 1, carried)
-        except Exception as error:
-            raise CheckpointError(
-                f"load another checkpoint: group {index} of optimizer {number} holds hyper-parameters that no step can "
-                f"be computed from ({type(error).__name__}: {error}): {_told(saved)}. Nothing was loaded."
-            ) from error
-
-
-def _check_arguments(given: Mapping[str, Any], engine: Engine) -> None:
-    """Checks hyper-parameters as the optimizer's class checks those of a param group."""
-    if engine.check_arguments is not None:
-        engine.check_arguments(given)
-    refused = [key for key in ("capturable", "differentiable") if given.get(key)]
-    if refused:
-        raise ValueError(f"{refused[0]} is refused here")
-
-
-def _counts(manifest: Manifest, names: Sequence[str]) -> list[tuple[int, dict[str, float]]]:
-    """Returns the different step counts and carried scalars of these params."""
-    found: dict[tuple[Any, ...], tuple[int, dict[str, float]]] = {(0,): (0, {})}
-    for name in names:
-        about = manifest.params[name]
-        if about["has_state"]:
-            carried = manifest.carried(name)
-            found[about["step"], *carried.items()] = about["step"], carried
-    return list(found.values())
-
-
-def _stand_in(manifest: Manifest, name: str) -> torch.Tensor:
-    return torch.ones(()).expand(manifest.tensors[Key("extra", name, "value")].shape)
-
-
-def _told(saved: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r:.40}" for key, value in saved.items() if value is not None)[:300]

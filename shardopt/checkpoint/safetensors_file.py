@@ -1,7 +1,9 @@
 """One rank's file in the safetensors format: 8 bytes of length, a JSON header, then the tensors' bytes without gaps.
 
-The header is known before the first element is. So elements are streamed after it, and never lie in memory at once.
+The header is known before the elements are, so the elements are streamed after it and are never in memory all at once.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -14,11 +16,12 @@ from typing import Any, cast
 import torch
 
 from . import files
-from .records import CHUNK_BYTES, NAME_OF_DTYPE, File
+from .records import CHUNK_BYTES, NAME_OF_DTYPE, FileInfo
 
-# From this size on a thread takes the checksum during the write: in line it costs a quarter of a fast disk's speed.
+# From this size on a thread takes the checksum during the write; on the same thread it would cost a quarter of a fast
+# disk's speed.
 SMALL = 256 << 10
-# After so many bytes the disk is told to begin writing, so that little is left to do at the sync.
+# After this many bytes the system begins to write pages out, so that the sync at the end is short.
 BEGIN_BYTES = 16 << 20
 
 
@@ -40,14 +43,20 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview(cast(Any, values.view(torch.uint8).numpy()))
 
 
-class Writer:
-    """Streams one new file, which it closes, and takes the checksum of each chunk."""
+class SafetensorsWriter:
+    """Streams one new file, takes the checksum of each chunk, and closes the file."""
 
     def __init__(self, file: int, head: bytes):
         self._file, self._head = file, head
-        self.nbytes = self._begun = 0  # written, and handed to the disk
+        self.nbytes = self._begun = 0  # bytes written, and of these the bytes that the system writes out
         self._helper = ThreadPoolExecutor(1, "shardopt-checksum")
         self._write(memoryview(head))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
     def _write(self, data: memoryview) -> None:
         files.write(self._file, data)
@@ -73,17 +82,17 @@ class Writer:
 
     def _begin_checksum(self, data: memoryview) -> Callable[[], int]:
         if data.nbytes >= SMALL:
-            # The interpreter may end during a save in the background; an executor then takes no new work.
+            # If the interpreter ends during a save in the background, the executor refuses new work.
             with suppress(RuntimeError):
                 return self._helper.submit(zlib.crc32, data).result
         checksum = zlib.crc32(data)
         return lambda: checksum
 
-    def finish(self) -> File:
-        """Makes the content durable; the name is durable once the directory is synced."""
+    def finish(self) -> FileInfo:
+        """Makes the content durable. The name is durable once the directory is synced."""
         files.sync(self._file)
         self.close()
-        return File(self.nbytes, len(self._head), hashlib.sha256(self._head).hexdigest())
+        return FileInfo(self.nbytes, len(self._head), hashlib.sha256(self._head).hexdigest())
 
     def close(self) -> None:
         self._helper.shutdown()

@@ -1,10 +1,10 @@
-"""The arguments of ``save_checkpoint`` and ``load_checkpoint``, checked before ranks meet."""
+"""The arguments of ``save_checkpoint`` and ``load_checkpoint``, checked before the first collective."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +12,22 @@ from torch import nn
 from ..arguments import flag, path, whole
 from ..optim.optimizer import ShardedOptimizer
 from .names import read_names
-from .plan_save import Request
 
 if TYPE_CHECKING:
     from ..engine import Engine
+
+
+class SaveArguments(NamedTuple):
+    """The arguments of ``save_checkpoint``, checked and in Python's own types."""
+
+    root: Path
+    extra: dict[str, Any]
+    step: int | None
+    keep: int | None
+    asynchronous: bool
+    allow_nonfinite: bool
+    full_precision: bool
+    names: dict[nn.Module, str]
 
 
 def check_module(module: nn.Module) -> None:
@@ -59,11 +71,11 @@ def engines_of(optimizer: object) -> list[Engine]:
 
 
 def directory_of(directory: object) -> Path:
-    """Returns the path. Raises TypeError or ValueError if it is none, or empty."""
+    """Returns the path. Raises TypeError or ValueError for anything else, or an empty one."""
     return Path(path(directory, "directory"))
 
 
-def read_request(
+def read_save_arguments(
     directory: object,
     extra: object,
     step: object,
@@ -72,11 +84,11 @@ def read_request(
     allow_nonfinite: object,
     full_precision: object,
     names: object,
-) -> Request:
+) -> SaveArguments:
     """Returns the arguments checked. Raises TypeError or ValueError, by the argument's name."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra takes a dict with string keys, found {type(extra).__name__}: give it a name in one.")
-    return Request(
+    return SaveArguments(
         directory_of(directory),
         dict(extra or {}),
         None if step is None else whole(step, "step", least=0, or_none=", or None to count"),

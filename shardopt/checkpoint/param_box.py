@@ -1,32 +1,31 @@
-"""Blocks: the boxes of a param's elements that tensor parallelism cuts it into, and the order of elements in them.
+"""The boxes that tensor parallelism cuts a param into, and the order of the elements in a box.
 
 ::
 
     0.up.weight, shape (13, 6), Shard(0) over two ranks      0.up.weight[0:7, 0:6]
                                                              0.up.weight[7:13, 0:6]
 
-A checkpoint keeps each block as a tensor of its own, under such a name, in the format and storage order of the rank
-that held it. Who loads cuts the param otherwise: what two boxes have in common is a box.
+A checkpoint holds each box as a tensor of its own, under such a name, in the format and storage order of the rank
+that held it. A rank that loads may hold other boxes: what two boxes have in common is a box.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..tensors.boxes import boxes
 
-Span = tuple[
-    tuple[int, ...], tuple[int, ...]
-]  # of a box: its first index in each dimension, and the one behind its last
+# Of a box: its first index in each dimension, and the index after its last.
+Corners = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Block:
+class ParamBox:
     """Elements ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a param of shape ``shape``."""
 
     shape: tuple[int, ...]
@@ -34,8 +33,8 @@ class Block:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Block:
-        return Block(tuple(shape), (0,) * len(shape), tuple(shape))
+    def whole(shape: Sequence[int]) -> ParamBox:
+        return ParamBox(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
     def is_whole(self) -> bool:
@@ -46,21 +45,26 @@ class Block:
         return math.prod(self.sizes)
 
     def name_in(self, param: str) -> str:
-        """Returns the name of the block's tensors: the param's, where the block is all of it."""
+        """Returns the name of the box's tensors: the param's, where the box is all of it."""
         if self.is_whole:
             return param
         spans = (f"{first}:{first + size}" for first, size in zip(self.offsets, self.sizes, strict=True))
         return f"{param}[{', '.join(spans)}]"
 
 
-def make_up(shape: Sequence[int], blocks: Iterable[Block]) -> bool:
-    """True if blocks without elements in common are all of a param: each dimension is cut at the same places."""
-    given = list(blocks)
-    if any(block.shape != tuple(shape) or len(block.offsets) != len(block.sizes) for block in given):
+def boxes_of(about: Mapping[str, Any]) -> list[ParamBox]:
+    """Returns the boxes that a param's record in the manifest lists."""
+    return [ParamBox(tuple(about.get("shape", ())), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
+
+
+def make_up(shape: Sequence[int], parts: Iterable[ParamBox]) -> bool:
+    """True if the boxes are all of a param, each element once. All cut a dimension at the same places."""
+    given = list(parts)
+    if any(box.shape != tuple(shape) or len(box.offsets) != len(box.sizes) for box in given):
         return False
     spans: list[set[tuple[int, int]]] = [set() for _ in shape]
-    for block in given:
-        for dim, span in enumerate(zip(block.offsets, block.sizes, strict=True)):
+    for box in given:
+        for dim, span in enumerate(zip(box.offsets, box.sizes, strict=True)):
             spans[dim].add(span)
     for size, its_spans in zip(shape, spans, strict=True):
         end = 0
@@ -70,19 +74,19 @@ def make_up(shape: Sequence[int], blocks: Iterable[Block]) -> bool:
             end += length
         if end != size:
             return False
-    return len({block.offsets for block in given}) == len(given) == math.prod(map(len, spans))
+    return len({box.offsets for box in given}) == len(given) == math.prod(map(len, spans))
 
 
-class Frame(NamedTuple):
-    """A box of a param, and how its elements are numbered 0, 1, ...: along dense strides."""
+class StridedBox(NamedTuple):
+    """A box of a param whose elements are numbered 0, 1, ... along dense strides."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(block: Block, strides: Sequence[int]) -> Frame:
-        return Frame(block.offsets, block.sizes, tuple(strides))
+    def of(box: ParamBox, strides: Sequence[int]) -> StridedBox:
+        return StridedBox(box.offsets, box.sizes, tuple(strides))
 
     @property
     def numel(self) -> int:
@@ -90,11 +94,11 @@ class Frame(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions of several elements, the one whose index moves slowest first."""
+        """The dimensions with more than one element; the one whose index moves slowest comes first."""
         moving = (dim for dim, size in enumerate(self.sizes) if size > 1)
         return tuple(sorted(moving, key=lambda dim: -self.strides[dim]))
 
-    def spans(self, start: int, stop: int) -> list[Span]:
+    def corners(self, start: int, stop: int) -> list[Corners]:
         """Returns the boxes of the param that elements ``[start, stop)`` make up, at most ``2 d - 1``."""
         order, found = self.order, []
         for box in boxes(tuple(self.sizes[dim] for dim in order), start, stop):
@@ -105,18 +109,18 @@ class Frame(NamedTuple):
             found.append((tuple(low), tuple(high)))
         return found if self.numel else []
 
-    def number(self, index: Sequence[int]) -> int:
-        """Returns the number of the element with this index in the param."""
+    def flat_index(self, index: Sequence[int]) -> int:
+        """Returns the number of the element that has this index in the param."""
         moved = zip(index, self.offsets, self.strides, strict=True)
         return sum((each - first) * stride for each, first, stride in moved)
 
-    def view(self, flat: torch.Tensor, start: int, span: Span) -> torch.Tensor:
-        """Returns the elements of a box, of those that ``flat`` holds, 1D, from number ``start`` on."""
-        sizes = [high - low for low, high in zip(*span, strict=True)]
-        return flat.as_strided(sizes, self.strides, flat.storage_offset() + self.number(span[0]) - start)
+    def view(self, flat: torch.Tensor, start: int, corners: Corners) -> torch.Tensor:
+        """Returns a view of the elements of a box; ``flat`` is 1D, and begins with element number ``start``."""
+        sizes = [high - low for low, high in zip(*corners, strict=True)]
+        return flat.as_strided(sizes, self.strides, flat.storage_offset() + self.flat_index(corners[0]) - start)
 
 
-def common(some: Iterable[Span], others: Sequence[Span]) -> Iterator[Span]:
+def common(some: Iterable[Corners], others: Sequence[Corners]) -> Iterator[Corners]:
     """Yields the boxes that two lists of boxes have in common."""
     for low, high in some:
         for other_low, other_high in others:

@@ -1,0 +1,168 @@
+"""Collective calls of all ranks that make or load a checkpoint, with JSON values; one rank's error is raised on all."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from ..domain.agreement import first_difference
+from ..errors import CheckpointError
+from ..partition.comm.group import Ranks
+from .mesh_ranks import Holder, MeshRanks
+
+Problem = Exception | None
+Result = TypeVar("Result")
+AnyRanks = Ranks | MeshRanks
+
+
+class HolderReport(NamedTuple):
+    """What the ranks that hold the same params report of them.
+
+    Attributes:
+        common: JSON that is the same on all of these ranks.
+        own: JSON of the first of these ranks, which counts; None on the others.
+    """
+
+    holder: Holder
+    common: Any
+    own: Any
+
+
+class Collectives:
+    """The calls that all ranks make together.
+
+    Attributes:
+        world: the ranks that make or load one checkpoint.
+    """
+
+    def __init__(self, world: AnyRanks, other_parts: Sequence[Ranks] = ()):
+        """``other_parts``: groups of this rank with ranks that load the checkpoints of the model's other parts."""
+        self.world = world
+        self._other_parts = other_parts
+
+    def together(self, work: Callable[[], Result], phase: str) -> Result:
+        """Collective: returns what ``work`` returns on this rank, once ``work`` has succeeded on every rank.
+
+        Raises:
+            Exception: this rank's own problem.
+            CheckpointError: another rank's.
+        """
+        try:
+            found = work()
+        except Exception as error:
+            self.raise_together(error, phase)
+            raise
+        self.raise_together(None, phase)
+        return found
+
+    def raise_together(self, problem: Problem, phase: str) -> None:
+        """Collective: raises this rank's problem, else CheckpointError with another rank's; returns if none has one."""
+        for ranks in (self.world, *self._other_parts):
+            try:
+                _raise_problem_of_any(ranks, problem, phase)
+            except Exception as error:  # is sent to the next group of ranks too
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def compare(self, value: Any, phase: str) -> None:
+        """Collective: raises CheckpointError with the first difference if ranks give different values."""
+        self._compare_in([self.world], value, phase)
+
+    def compare_parts(self, value: Any, phase: str) -> None:
+        """Collective: raises CheckpointError if ranks of the model's other parts give a different value."""
+        self._compare_in(self._other_parts, value, phase)
+
+    def _compare_in(self, groups: Sequence[AnyRanks], value: Any, phase: str) -> None:
+        problem: Problem = None
+        for ranks in groups:
+            try:
+                _raise_if_any_differs(ranks, value, phase)
+            except Exception as error:
+                problem = error
+        if self._other_parts:
+            self.raise_together(problem, phase)
+        elif problem is not None:
+            raise problem
+
+    def all_gather(self, value: Any, phase: str) -> list[Any]:
+        """Collective: returns every rank's JSON-able value, by rank."""
+        return self.world.exchange_json(value, phase)
+
+    def broadcast(self, value: Any, phase: str) -> Any:
+        """Collective: returns rank 0's JSON-able value."""
+        return self.all_gather(value if self.world.rank == 0 else None, phase)[0]
+
+    def gather_by_holder(self, reports: Sequence[HolderReport], phase: str) -> list[HolderReport]:
+        """Collective: returns the report of each set of ranks that hold the same, in the order of their first ranks.
+
+        Ranks of one set must report the same, so only the first of them sends it; if all ranks are one set, none does.
+
+        Raises:
+            CheckpointError: ranks of one set differ; raised on every rank.
+        """
+        own = [[each.holder, _digest(each.common), each.own] for each in reports]
+        gathered = list(itertools.chain.from_iterable(self.all_gather(own, phase)))
+        digests: dict[Holder, set[str]] = {}
+        for holder, digest, _ in gathered:
+            digests.setdefault(tuple(holder), set()).add(digest)
+        if any(len(each) > 1 for each in digests.values()):
+            self._raise_difference(reports, phase)
+        own_of = {tuple(holder): its_own for holder, _, its_own in gathered if its_own is not None}
+        if len(digests) == 1:  # a message of one rank costs every rank a buffer of its length for each rank
+            common = [json.loads(json.dumps(each.common)) for each in reports]
+        else:
+            sent = [None if each.own is None else each.common for each in reports]
+            received = itertools.chain.from_iterable(self.all_gather(sent, phase))
+            common = [each for each in received if each is not None]
+        return [HolderReport(holder, each, own_of[holder]) for holder, each in zip(own_of, common, strict=True)]
+
+    def _raise_difference(self, reports: Sequence[HolderReport], phase: str) -> None:
+        """Collective: raises CheckpointError with the first difference between ranks that hold the same."""
+        first: dict[Holder, tuple[int, Any]] = {}
+        for rank, theirs in enumerate(self.all_gather([[each.holder, each.common] for each in reports], phase)):
+            for holder, common in theirs:
+                one, expected = first.setdefault(tuple(holder), (rank, common))
+                _raise_if_different(expected, common, (one, rank), phase)
+
+
+def _raise_problem_of_any(ranks: AnyRanks, problem: Problem, phase: str) -> None:
+    """Collective over ``ranks``."""
+    rows = ranks.exchange([int(problem is not None)], phase)
+    if not any(flag for (flag,) in rows):
+        return
+    own = None if problem is None else f"{type(problem).__name__}: {problem}"
+    texts = ranks.exchange_json(own, phase)
+    if problem is not None:
+        raise problem
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+    raise CheckpointError(f"while {phase}, rank {rank} failed, so all ranks stop here. It says: {text}")
+
+
+def _raise_if_any_differs(ranks: AnyRanks, own: Any, phase: str) -> None:
+    """Collective over ``ranks``: values travel only where their digests differ."""
+    digest = hashlib.sha256(json.dumps(own).encode()).digest()
+    row = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
+    rows = ranks.exchange(row, phase)
+    if all(each == rows[0] for each in rows):
+        return
+    values = ranks.exchange_json(own, phase)
+    for rank, other in enumerate(values):
+        _raise_if_different(values[0], other, (0, rank), phase)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _raise_if_different(one: Any, other: Any, ranks: tuple[int, int], phase: str) -> None:
+    difference = first_difference(one, other)
+    if difference is not None:
+        where, ours, theirs = difference
+        raise CheckpointError(
+            f"make the same call with the same model and optimizers on every rank: while {phase}, ranks differ "
+            f"in {where}: {ours!r} on rank {ranks[0]}, {theirs!r} on rank {ranks[1]}. Nothing was done."
+        )

@@ -1,0 +1,296 @@
+"""All options of an optimizer, checked when they are given, and frozen."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..arguments import flag, number, whole, word
+from ..option import Flag, check_fields, option
+from .formats import GradientFormat, Master, Stage, StateFormat
+from .offload import Offload
+from .tuning import Tuning
+
+
+def _module(value: object, what: str) -> object:
+    if value is not None and not isinstance(value, nn.Module):
+        raise TypeError(f"{what} takes an nn.Module, found {type(value).__name__}.")
+    modules = () if value is None else value.named_modules()
+    scripted = next((name for name, each in modules if isinstance(each, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise TypeError(
+            f"give module.parameters(), or the module before torch.jit made it: {scripted or 'the module'} is a "
+            f"ScriptModule, which calls no hooks of shardopt; {what} would miss its gradients."
+        )
+    return value
+
+
+def _stage(value: object, what: str) -> int:
+    stages = f"{what} (0: replicate, 1: shard masters and states, 2: gradients too, 3: params too)"
+    return whole(value, stages, least=0, most=3)
+
+
+def check_process_group(group: object, what: str) -> object:
+    """Returns the group. Raises TypeError or ValueError unless it says which ranks share the states."""
+    if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh):
+        raise TypeError(
+            f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {group!r}: construct "
+            "the optimizer on members only (new_group returns a number elsewhere)."
+        )
+    if isinstance(group, DeviceMesh) and group.ndim > 2:
+        raise ValueError(
+            f"slice the DeviceMesh to two dimensions, (replicate, shard), or one: {what} has {group.ndim} dimensions, "
+            "and which of them share the states is not known."
+        )
+    return group
+
+
+def check_norm_group(value: object, what: str) -> object:
+    """Returns the group. Raises TypeError unless it says which ranks train one model."""
+    if not isinstance(value, dist.ProcessGroup | DeviceMesh):
+        raise TypeError(
+            f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {value!r}: the other "
+            "ranks' gradients would be missing in the norm. Give all ranks that train the model: "
+            "torch.distributed.group.WORLD, or a group of them."
+        )
+    return value
+
+
+def _state_format(value: object, what: str) -> object:
+    if not isinstance(value, str | Mapping):
+        raise TypeError(f"{what} takes a format or a mapping of states to formats, found {value!r}.")
+    for each in [value] if isinstance(value, str) else value.values():
+        word(each, what, get_args(StateFormat), or_none=", or a mapping that names one a state")
+    return value
+
+
+def _decay(value: object, what: str) -> float:
+    return number(value, f"{what} (the decay of a moving average)", least=0, below=1, or_none=", or None for none")
+
+
+def _reduce_dtype(value: object, what: str) -> object:
+    if not any(value is each for each in (torch.float32, torch.bfloat16, torch.float16)):
+        raise ValueError(
+            f"{what} must be torch.float32, bfloat16 or float16, or None for the gradient's own, found {value!r}."
+        )
+    return value
+
+
+def _offload(value: object, what: str) -> object:
+    if not isinstance(value, str | os.PathLike | Offload):
+        raise TypeError(f"{what} takes 'cpu', a directory or a shardopt.Offload, found {value!r}.")
+    _in_full(value)  # an empty path is refused now
+    return value
+
+
+def _in_full(value: Any) -> Offload:
+    return value if isinstance(value, Offload) else Offload(value)
+
+
+def _tuning(value: object, what: str) -> object:
+    if value is None:
+        return Tuning()
+    if not isinstance(value, Tuning):
+        raise TypeError(f"{what} takes a shardopt.Tuning, found {type(value).__name__}.")
+    return value
+
+
+def _is_given(_: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an optimizer is sharded.
+
+    Attributes:
+        module: plain or DDP module whose gradients are reduced here (2 units of traffic a step where DDP and a
+            sharded step take 3), and whose params are sharded at stage 3. Needed from stage 2 on.
+        stage: 0 replicates everything; 1 gives each rank an equal slice of the masters and states; 2 of the gradients
+            too; 3 of the params too.
+        process_group: the ranks that share the states: those that gradients are averaged over. None: the DDP module's
+            group, the default group, or no communication where there is none. A 2D ``DeviceMesh`` (replicate, shard)
+            shards within its second dimension and keeps a copy for each coordinate of its first. A param group can
+            have one of its own, as a key: experts that fewer ranks share than the rest of the model. It holds all
+            copies of the group's params (but for those of DTensors): other ranks hold something else.
+        norm_group: all ranks that train one model, where these are more than ``process_group`` holds: those of the
+            other stages of a pipeline. The norm and the decision to skip a step are theirs together. None: the ranks
+            of ``process_group`` and, where params are DTensors, of their mesh.
+        master: the masters of bf16 params: ``"fp32"``, all of the master in 4 bytes; ``"split"``, the half that
+            the param lacks, exact in 2; ``"split24"``, 8 bits of it, in 1; ``"none"``: no master, and the param is
+            rounded stochastically, by a counter keyed by seed, step, param and element. fp16 params take ``"fp32"``.
+        state_format: of states: ``"fp32"``, ``"bf16"`` or ``"int8"`` (blocks of 256), as far as the rule tolerates it,
+            or one for each state by name. Params of fewer than ``Tuning.compress_from`` elements keep fp32.
+        gradient_format: of the sums of gradients that a rank keeps of its slices, where the module is handed over:
+            ``"fp32"``, in which micro-batches add up exactly, or ``"bf16"`` for bf16 params (fp32 ones keep fp32), in 2
+            bytes less: each synchronised backward is summed over ranks in fp32, added to what is kept in fp32, and
+            rounded once, which is off by half a bf16 ulp at most.
+        ema: decay of a moving average of the weights, kept as one more state and read by ``unsharded(ema=True)``.
+        max_grad_norm: clip gradients to this global 2-norm inside the step.
+        release_gradients: update each bucket in backward, as soon as its gradients are reduced, and keep none of them:
+            4 bytes a param less, at stage 1 over several ranks 4/N. Takes the module, stage 0 or 1 and one backward a
+            step; what looks at all gradients before the update (clipping, a GradScaler, accumulation, skipping a step
+            for an Inf or NaN in some of them) is refused by name. See docs/stages.md.
+        reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
+            the gradient's own.
+        offload: where masters and states are kept between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
+            on the device.
+        tuning: the rare options.
+    """
+
+    module: nn.Module | None = option(
+        None,
+        "the plain or DDP module, whose gradients shardopt then reduces; implied when the first argument is a module",
+        _module,
+        compared=_is_given,
+    )
+    stage: Stage = option(
+        1,
+        "what is sharded: 0 nothing, 1 masters and states, 2 gradients too, 3 params too; from 2 on it takes the "
+        "module",
+        _stage,
+    )
+    process_group: dist.ProcessGroup | DeviceMesh | None = option(
+        None,
+        "the ranks that share the states; None: DDP's group, the default group, or no communication. A 2D "
+        "`DeviceMesh` (replicate, shard): hybrid sharding",
+        check_process_group,
+        local="None and the group that it stands for are the same ranks; their numbers are compared when they bind",
+    )
+    norm_group: dist.ProcessGroup | DeviceMesh | None = option(
+        None,
+        "all ranks that train one model, where other ranks hold other params (stages of a pipeline): the norm and "
+        "skipped steps are theirs together",
+        check_norm_group,
+        compared=_is_given,
+    )
+    master: Master = option(
+        "fp32",
+        'the masters of bf16 params (fp32 ones have none, whatever it says): `"fp32"`; `"split"`: the '
+        'half that the param lacks, exact in 2 bytes; `"split24"`: 8 bits of it; `"none"`: stochastic rounding',
+        partial(word, choices=get_args(Master)),
+        flag=Flag("of bf16 params", "master"),
+    )
+    state_format: StateFormat | Mapping[str, StateFormat] = option(
+        "fp32",
+        'of states: `"fp32"`, `"bf16"`, `"int8"` in blocks of 256, or one for each by name',
+        _state_format,
+        flag=Flag("of states", "states"),
+    )
+    gradient_format: GradientFormat = option(
+        "fp32",
+        'of the sums of gradients of bf16 params, where the module is handed over: `"fp32"`, or `"bf16"`, rounded once '
+        "a backward",
+        partial(word, choices=get_args(GradientFormat)),
+        flag=Flag("of sums of bf16 params' gradients, where the module is handed over", "gradients"),
+    )
+    ema: float | None = option(
+        None,
+        "decay of a moving average of the weights, kept on the shards; `unsharded(ema=True)` shows it",
+        _decay,
+        flag=Flag("keep a moving average of the weights", "ema", 0.999),
+    )
+    max_grad_norm: float | None = option(
+        None,
+        "clipping to a global 2-norm, fused into the step; its bits do not depend on the number of ranks",
+        partial(number, above=0, or_none=", or None for no clipping"),
+    )
+    release_gradients: bool = option(
+        False,
+        "update each bucket in backward, as soon as it is reduced, and keep no gradient: stages 0 and 1 with the "
+        "module, one backward a step ([what it takes](stages.md#gradients-released))",
+        flag,
+        flag=Flag("keep none, where that can be: at stage 0 and 1, not offloaded", "released gradients"),
+    )
+    reduce_dtype: torch.dtype | None = option(
+        None, "in which gradients travel; they are summed in fp32 (by NCCL: in this dtype)", _reduce_dtype
+    )
+    offload: str | os.PathLike[str] | Offload | None = option(
+        None,
+        'where masters and states are kept between steps: `"cpu"`, a directory (a path, not a bare name), or '
+        "[`Offload(...)`](options.md)",
+        _offload,
+        compared=_in_full,
+    )
+    tuning: Tuning = option(
+        Tuning(), "bucket size, timeout, what to do about Inf and NaN ([all of it](options.md))", _tuning
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.stage >= 2 and self.module is None:
+            raise ValueError(
+                f"stage {self.stage} shards gradients while backward runs, which takes the module: hand it over, as "
+                f"first argument (ShardedAdamW(model, stage={self.stage})) or beside param groups (module=model)."
+            )
+        if self.gradient_format != "fp32" and self.module is None:
+            raise ValueError(
+                f"hand the module over, or omit gradient_format={self.gradient_format!r}: without the module shardopt "
+                "keeps no gradients, so it would have no effect. param.grad has the param's dtype."
+            )
+        if self.reduce_dtype is not None and self.module is None:
+            raise ValueError(
+                "hand the module over, or use a communication hook of DDP: without the module shardopt does not reduce "
+                "gradients, so reduce_dtype would have no effect."
+            )
+        self._check_offload()
+        if self.release_gradients:
+            self._check_release()
+
+    def _check_offload(self) -> None:
+        given = self.offload_options
+        if given is not None and given.gradients is not None and self.stage < 2:
+            raise ValueError(
+                f"give stage=2 or 3, or omit Offload(gradients={given.gradients!r}): at stage {self.stage} gradients "
+                "stay where backward puts them, so it would have no effect."
+            )
+        if given is not None and given.params is not None and self.stage < 3:
+            raise ValueError(
+                f"give stage=3, or omit Offload(params={os.fspath(given.params)!r}): at stage {self.stage} params are "
+                "whole on every rank, so it would have no effect."
+            )
+
+    def _check_release(self) -> None:
+        asked = "release_gradients=True was given"
+        if self.module is None:
+            raise ValueError(
+                "hand the module over, as first argument (ShardedAdamW(model, release_gradients=True)) or beside param "
+                f"groups (module=model): {asked} without it, and only its hooks can update buckets in backward."
+            )
+        if self.stage > 1:
+            raise ValueError(
+                f"give stage=1, or omit release_gradients: {asked} at stage {self.stage}. From stage 2 on sums of "
+                "gradients are kept for later backwards, and at stage 3 backward gathers and drops slices of params."
+            )
+        if self.norm_group is not None:
+            raise ValueError(
+                f"omit release_gradients: {asked} with norm_group. A step is taken in each backward, and a pipeline "
+                "has one for each micro-batch, whose updates the other stages could not skip together."
+            )
+        if self.max_grad_norm is not None:
+            raise ValueError(
+                f"omit one of the two: {asked} with max_grad_norm={self.max_grad_norm!r}. The norm of all gradients is "
+                "known when the last of them is reduced, and most buckets are updated by then."
+            )
+        if self.gradient_format != "fp32":
+            raise ValueError(
+                f"omit gradient_format={self.gradient_format!r}: {asked}, so no sum of gradients is kept and it would "
+                "have no effect."
+            )
+        if self.offload_options is not None and self.offload_options.directory is not None:
+            raise ValueError(
+                'give offload="cpu" with params on CPUs, otherwise omit one of the two: '
+                f"{asked} with states offloaded to {os.fspath(self.offload_options.directory)!r}. All ranks decide "
+                "together, for all buckets at once, whether a disk has kept a step; here buckets are updated singly."
+            )
+
+    @property
+    def offload_options(self) -> Offload | None:
+        """The option ``offload`` as an :class:`Offload`; None: everything stays on the device."""
+        return None if self.offload is None else _in_full(self.offload)

@@ -1,0 +1,138 @@
+"""The bytes that one rank needs for a layout, by kind and tier, and their formula."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..kernels.formats import BlockFormat
+from ..offload import gradients as landing
+from ..offload.disk.file_io import PAGE, padded
+from ..offload.disk.pipeline import SLOTS
+from ..partition.layout import BLOCK, BucketLayout
+from ..partition.reducer import BUCKETS_UNDER_WAY, BYTES_UNDER_WAY
+from ..partition.zero_stage import ZeroStage
+from .need import KINDS
+from .ways import TIERS
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import Tuning
+    from ..kernels.formats import Format
+    from .plan_layout import EqualBuckets, StageLayout
+    from .ways import Tier, Way
+
+_FP32 = 4
+
+
+def bytes_of(laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning) -> dict[str, dict[str, int]]:
+    """Returns the bytes by kind and tier. ``reduced``: the dtype in which gradients travel."""
+    kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+
+    def add(kind: str, tier: str, nbytes: int) -> None:
+        kinds[kind][tier] = kinds[kind].get(tier, 0) + nbytes
+
+    for domain in laid.domains.values():
+        ranks, buckets = domain.ranks, domain.buckets
+        copies = 1 if ZeroStage(way.stage).shards_states else ranks
+        is_lone = sum(count for _, count in buckets) == 1
+        for bucket, count in buckets:
+            shard = bucket.layout.shard_numel
+            held = shard if bucket.is_released else bucket.layout.numel
+            states = sum(int(shard * _itemsize(bucket.formats.states[each])) for each in bucket.states)
+            add("param", "device", count * held * way.dtype.itemsize)
+            add("master", way.tier, count * int(shard * _itemsize(bucket.formats.master)))
+            add("state", way.tier, count * states)
+            # The row of each block: of a shard, and of shards that one launch takes.
+            add("buffer", "device", count * shard // BLOCK * 4 * (1 if is_lone else 2))
+            if way.has_module:
+                # Copies of one shard sum its gradients in equal parts.
+                sums = BucketLayout((shard,), copies).numel * bucket.formats.gradient.itemsize
+                add("gradient", _tier_of_sums(way), 0 if way.release_gradients else count * sums)
+        if way.has_module:
+            slots = _slots(buckets, reduced, ranks) if way.sums_rest else 0
+            add("buffer", "device", _under_way(buckets, reduced, ranks) + slots)
+        else:
+            add("gradient", "device", domain.numel * way.dtype.itemsize)
+            add("ddp", "device", domain.numel * way.dtype.itemsize * (ranks > 1))
+        if way.tier == "disk":
+            add("buffer", "host", _staging(buckets, way, tuning))
+    add("state", "device", laid.margins)
+    add("window", "device", laid.window)
+    return kinds
+
+
+def formula(way: Way, laid: StageLayout) -> str:
+    """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something."""
+    stage, kept = ZeroStage(way.stage), laid.kept
+    gradient = 0 if way.release_gradients else kept.gradient.itemsize, way.stage > 0
+    if not way.has_module:
+        gradient = 2 * way.dtype.itemsize, False  # and DDP's buckets
+    # Tier, bytes a param, whether they are sharded.
+    sizes: list[tuple[str, float, bool]] = [("device", way.dtype.itemsize, stage.shards_params)]
+    sizes += [(_tier_of_sums(way), *gradient)]
+    sizes += [(way.tier, _itemsize(kept.master), stage.shards_states)]
+    sizes += [
+        (way.tier, laid.shares[name] * _itemsize(format), stage.shards_states) for name, format in kept.states.items()
+    ]
+
+    def of(tier: str) -> str:
+        whole = sum(size for where, size, is_sharded in sizes if where == tier and not is_sharded)
+        parts = sum(size for where, size, is_sharded in sizes if where == tier and is_sharded)
+        return " + ".join([f"{round(whole, 2):g}"] * bool(whole) + [f"{round(parts, 2):g}/N"] * bool(parts))
+
+    others = [tier for tier in TIERS[1:] if tier == way.tier or (way.sums_rest and tier == "host")]
+    return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
+
+
+def _itemsize(format: Format | None) -> float:
+    """Returns the bytes of an element, with its share of a block's scale."""
+    if format is None:
+        return 0
+    return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
+
+
+def _tier_of_sums(way: Way) -> Tier:
+    return "host" if way.sums_rest else "device"
+
+
+def _under_way(buckets: EqualBuckets, dtype: torch.dtype, ranks: int) -> int:
+    """Returns the most bytes of buffers that gradients are reduced in: some are filled while others are sent."""
+    layouts = [(bucket.layout.over(ranks), count) for bucket, count in buckets]
+    # A lone gradient that needs no padding is its own buffer.
+    sizes = [(each.numel * dtype.itemsize, count) for each, count in layouts if each.numels != (each.numel,)]
+    largest = max((size for size, _ in sizes), default=0)
+    return min(sum(count for _, count in sizes), _most_under_way(largest)) * largest
+
+
+def _most_under_way(nbytes: int) -> int:
+    """Returns how many buckets of so many bytes can be in use at once."""
+    return max(BUCKETS_UNDER_WAY, BYTES_UNDER_WAY // max(nbytes, 1)) + 1
+
+
+def _slots(buckets: EqualBuckets, dtype: torch.dtype, ranks: int) -> int:
+    """Returns the most bytes of slots in which offloaded sums are made; one more slot is being copied."""
+    least = min((bucket.layout.over(ranks).numel * dtype.itemsize for bucket, _ in buckets), default=0)
+    largest = max((bucket.layout.shard_numel * bucket.formats.gradient.itemsize for bucket, _ in buckets), default=0)
+    number = sum(count for _, count in buckets)
+    return max(landing.SLOTS, min(number, _most_under_way(least) + 1)) * largest
+
+
+def _staging(buckets: EqualBuckets, way: Way, tuning: Tuning) -> int:
+    """Returns the bytes of memory that states on a disk take: slots, and params as before the step."""
+    chunk_bytes = padded(max(tuning.chunk_bytes, PAGE))
+    turns, slot, kept = 0, 0, 0
+    for bucket, count in buckets:
+        shard = bucket.layout.shard_numel
+        elements = min(chunk_bytes // _FP32, shard)
+        streams = [bucket.formats.master, *(bucket.formats.states[name] for name in bucket.states)]
+        planes = [nbytes for format in streams if format is not None for nbytes in _plane_bytes(format, elements)]
+        slot = max(slot, sum(map(padded, planes)))
+        turns += count * -(-shard // max(elements, 1)) * bool(planes)
+        kept += count * shard * way.dtype.itemsize
+    return kept + min(SLOTS, turns) * slot
+
+
+def _plane_bytes(format: Format, elements: int) -> list[int]:
+    scales = [elements // BLOCK * _FP32] if isinstance(format, BlockFormat) else []
+    return [elements * format.itemsize, *scales]
