@@ -121,11 +121,16 @@ def compile_add_blocks() -> Callable[..., None]:
 def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
     """Compiles ``(first, last, row_of_block, rows, counts)``.
 
-    The blocks of one row are read in one loop, whose start and end cost as much as half a block. Their count is stored
-    at the first of them; the other counts stay what they are.
+    The blocks of one row are read in one loop, whose start and end cost as much as half a block, and at four places by
+    turns: a core fetches four streams ahead, and waits less for each. Their count is stored at the first of the blocks;
+    the other counts stay what they are.
     """
     load, widen, _, _ = FORMATS[grad.name]
     i32 = types.int32
+
+    @njit(**COMPILE_OPTIONS)
+    def is_bad(grad_at, i):
+        return i32((to_bits(widen(load(grad_at, i, 0))) & i32(0x7FFFFFFF)) >= i32(0x7F800000))
 
     def count_nonfinite(first, last, row_of_block, rows, counts):
         block = first
@@ -134,9 +139,14 @@ def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
             start, end = block * BLOCK, load_i64(rows, row * 2 + 1, TABLE)
             following = min(max((end + BLOCK - 1) // BLOCK, block + 1), last)  # a row of no gradient ends at 0
             grad_at = load_i64(rows, row * 2, TABLE)
+            stop = min(end, following * BLOCK)
+            quarter = max(stop - start, 0) // 4
             bad = i32(0)
-            for i in range(start, min(end, following * BLOCK)):
-                bad += i32((to_bits(widen(load(grad_at, i, 0))) & i32(0x7FFFFFFF)) >= i32(0x7F800000))
+            for i in range(start, start + quarter):
+                bad += is_bad(grad_at, i) + is_bad(grad_at, i + quarter)
+                bad += is_bad(grad_at, i + 2 * quarter) + is_bad(grad_at, i + 3 * quarter)
+            for i in range(start + 4 * quarter, stop):
+                bad += is_bad(grad_at, i)
             store_i32(counts, block, bad, 1)
             block = following
 
