@@ -16,11 +16,14 @@ from .native_words import (
     both,
     from_bits,
     larger,
+    load_f32,
     load_i32,
     load_i64,
     scratch_i32,
+    store_f32,
     store_i32,
     store_i64,
+    sum_of_squares,
     to_bits,
 )
 from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
 def compile_block_sums(grad: Format) -> Callable[..., None]:
     """Compiles ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``.
 
-    Three things keep its loops in full vectors: ``both`` and ``larger``, where Numba's own operators widen int32 to
-    int64; a loop of its own for Inf and NaN, which are rare; and squares of pairs, as in ``native_pass.py``.
+    Two things keep its loops in full vectors: ``both`` and ``larger``, where Numba's own operators widen int32 to int64,
+    and loops of their own for what is rare: Inf and NaN, and blocks of such small numbers that it takes two factors.
     """
     load, widen, _, _ = FORMATS[grad.name]
     f32, i32, i64 = types.float32, types.int32, types.int64
@@ -68,21 +71,14 @@ def compile_block_sums(grad: Format) -> Callable[..., None]:
             grid = max(top >> i32(23), i32(1))
             # 2**(153 - grid), in two factors because it can pass fp32's range; both products are exact.
             raised = i32(153) - grid
+            if raised > i32(127):
+                second_factor = from_bits(raised << i32(23))
+                for i in range(count):
+                    store_f32(scaled, i, load_f32(scaled, i, 5) * second_factor, 5)
+            for i in range(count, BLOCK):
+                store_i32(scaled, i, i32(0), 5)
             first_factor = from_bits((min(raised, i32(127)) + i32(127)) << i32(23))
-            second_factor = from_bits((max(raised - i32(127), i32(0)) + i32(127)) << i32(23))
-            for i in range(count):
-                q = i32(from_bits(load_i32(scaled, i, 5)) * first_factor * second_factor)  # truncates
-                store_i32(scaled, i, q, 5)
-            if count % 2 == 1:
-                store_i32(scaled, count, i32(0), 5)
-            total = i64(0)
-            other = i64(0)
-            for i in range((count + 1) // 2):
-                pair = load_i64(scaled, i, 5)
-                low, high = pair & i64(0xFFFFFFFF), (pair >> i64(32)) & i64(0xFFFFFFFF)
-                total += low * low
-                other += high * high
-            store_i64(mantissa, block, total + other, 1)
+            store_i64(mantissa, block, sum_of_squares(scaled, first_factor, BLOCK, 5), 1)
             store_i32(exponent, block, grid, 2)
             store_i32(largest, block, top, 3)
             store_i32(nonfinite, block, bad, 4)
