@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 def compile_block_sums(grad: Format) -> Callable[..., None]:
     """Compiles ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``.
 
-    Two things keep its loops in full vectors: ``both`` and ``larger``, where Numba's own operators widen int32 to int64,
-    and loops of their own for what is rare: Inf and NaN, and blocks of such small numbers that it takes two factors.
+    Two things keep its loops in full vectors: ``both`` and ``larger``, where Numba's own operators widen int32 to
+    int64; and loops of their own for Inf, NaN, and blocks of such small numbers that they take two factors.
     """
     load, widen, _, _ = FORMATS[grad.name]
-    f32, i32, i64 = types.float32, types.int32, types.int64
+    f32, i32 = types.float32, types.int32
 
     def block_sums(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite):
         scaled = scratch_i32(BLOCK)  # bits of one block's magnitudes: divided once, read twice
