@@ -54,7 +54,8 @@ def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None
     It runs on as many threads as torch would use, but see :func:`beside_a_gpu`.
     """
     num_threads = _num_threads()
-    length = max(BLOCKS_PER_RANGE, -(-num_blocks // (RANGES_PER_THREAD * num_threads)))
+    ranges = RANGES_PER_THREAD * num_threads if num_threads > 1 else 1  # one thread has nobody to wait for
+    length = max(BLOCKS_PER_RANGE, -(-num_blocks // ranges))
 
     def run(number: int) -> None:
         kernel(number * length, min((number + 1) * length, num_blocks))
