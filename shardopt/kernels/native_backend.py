@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from .tables import Factors, Gradients, Streams
 
 joins_shards = False  # a call costs little, and a shard travels to the other ranks once it is updated
-# Blocks whose sums are made before they are added up: few enough to be in the cache then, enough for all threads.
-_BLOCKS_SUMMED = 1 << 14
+# Blocks whose sums are made before they are added up: few enough to take little memory (20 bytes each and measured
+# value), enough for all threads, each of which takes BLOCKS_PER_RANGE or more.
+_BLOCKS_SUMMED = 1 << 16
 
 
 def prepare(spec: StepSpec, device: torch.device, aligned: bool) -> None:

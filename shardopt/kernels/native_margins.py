@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from numba import njit, types
 
-from .native_words import COMPILE_OPTIONS, FORMATS, TABLE, load_f64, load_i64, scratch_i32, store_f64
+from .native_words import COMPILE_OPTIONS, FORMATS, TABLE, folded, load_f64, load_i64, scratch_i32, store_f64
 from .products import BAND, DIMS, FIRST, INNER, INNER_STEP, OUTER, OUTER_STEP, RUN, RUNS, SLOWER, SPAN
 
 if TYPE_CHECKING:
     from .formats import Format
 
 _SPAN_WORDS = 2 * SPAN  # of 32 bits
+_SHORT = SPAN // 4  # elements of a span that are folded where all others would be zeros
 
 
 @functools.cache
@@ -29,11 +30,6 @@ def compile_margin_sums(grad: Format) -> Callable[..., None]:
     """
     load, widen, _, _ = FORMATS[grad.name]
     f64, i64 = types.float64, types.int64
-
-    @njit(**COMPILE_OPTIONS)
-    def fold(span_at, half):
-        for i in range(half):
-            store_f64(span_at, i, load_f64(span_at, i, 4) + load_f64(span_at, i + half, 4), 4)
 
     def margin_sums(count, grad_at, place, band_at, unscale, clip):
         span_at = scratch_i32(_SPAN_WORDS)
@@ -76,39 +72,22 @@ def compile_margin_sums(grad: Format) -> Callable[..., None]:
                 begin = inside + done - low
                 high = min(low + length - done, i64(SPAN))
                 width = min(run - begin, i64(SPAN))
+                from_grad, from_band = at + done - low, inner + done - low
                 for i in range(low):
                     store_f64(span_at, i, 0.0, 4)
-                from_grad, from_band = at + done - low, inner + done - low
                 for i in range(low, high):
                     scaled = f64(widen(load(grad_at, from_grad + i, 0)) * unscale * clip)
                     square = scaled * scaled
                     store_f64(band_at, from_band + i, load_f64(band_at, from_band + i, 3) + square, 3)
                     store_f64(span_at, i, square, 4)
-                length_of_span = i64(SPAN)
-                while length_of_span >= 2 * width:  # its upper half is zeros
-                    length_of_span = length_of_span // 2
-                for i in range(high, length_of_span):
-                    store_f64(span_at, i, 0.0, 4)
-                # Constants, as LLVM makes vectors of each.
-                if length_of_span > 256:
-                    fold(span_at, 256)
-                if length_of_span > 128:
-                    fold(span_at, 128)
-                if length_of_span > 64:
-                    fold(span_at, 64)
-                if length_of_span > 32:
-                    fold(span_at, 32)
-                if length_of_span > 16:
-                    fold(span_at, 16)
-                if length_of_span > 8:
-                    fold(span_at, 8)
-                if length_of_span > 4:
-                    fold(span_at, 4)
-                if length_of_span > 2:
-                    fold(span_at, 2)
-                if length_of_span > 1:
-                    fold(span_at, 1)
-                total += load_f64(span_at, i64(0), 4)
+                if width <= _SHORT:
+                    for i in range(high, _SHORT):
+                        store_f64(span_at, i, 0.0, 4)
+                    total += folded(span_at, _SHORT, 4)
+                else:
+                    for i in range(high, SPAN):
+                        store_f64(span_at, i, 0.0, 4)
+                    total += folded(span_at, SPAN, 4)
                 done += high - low
             store_f64(outer_at, outer, total, 1)
             at += length

@@ -83,8 +83,7 @@ def compile_pass(spec: PassSpec) -> Callable[..., None]:
 
 # The sums of one block of measured values; K is its number. Their magnitudes lie at at_K, and top_K is the largest. In
 # the kernel's text, as the words in it are inlined. What is rare has loops of its own: Inf or NaN, and blocks of such
-# small numbers that 2**(153 - grid) passes fp32's range and takes two factors. Squares are of pairs: a vector of 64-bit
-# words multiplies its low halves as they lie, where one widened from 32 bits takes twice the instructions.
+# small numbers that 2**(153 - grid) passes fp32's range and takes two factors.
 _SUM = """\
 bad = i32(0)
 if top_K >= i32(2139095040):
@@ -99,24 +98,13 @@ if top_K >= i32(2139095040):
 grid = larger(shr(top_K, i32(23)), i32(1))
 raised = sub(i32(153), grid)
 first_factor = from_bits(shl(add(smaller(raised, i32(127)), i32(127)), i32(23)))
-total = i64(0)
 if raised > i32(127):
     second_factor = from_bits(shl(raised, i32(23)))
     for i in range(count):
-        q = i64(i32(from_bits(load_i32(at_K, i, 30)) * first_factor * second_factor))
-        total += q * q
-else:
-    for i in range(count):
-        store_i32(at_K, i, i32(from_bits(load_i32(at_K, i, 30)) * first_factor), 30)
-    if count % 2 == 1:
-        store_i32(at_K, count, i32(0), 30)
-    other = i64(0)
-    for i in range((count + 1) // 2):
-        pair = load_i64(at_K, i, 30)
-        low, high = pair & i64(4294967295), (pair >> i64(32)) & i64(4294967295)
-        total += low * low
-        other += high * high
-    total += other
+        store_f32(at_K, i, load_f32(at_K, i, 30) * second_factor, 30)
+for i in range(count, 256):
+    store_i32(at_K, i, i32(0), 30)
+total = sum_of_squares(at_K, first_factor, 256, 30)
 store_i64(mantissa_K, block, total, TABLE)
 store_i32(exponent_K, block, grid, TABLE)
 store_i32(largest_K, block, top_K, TABLE)

@@ -10,9 +10,11 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
+_INT, _LONG = ir.IntType(32), ir.IntType(64)
 _LLVM_TYPES = {
     types.float32: _FLOAT,
     types.float64: ir.DoubleType(),
@@ -171,6 +173,59 @@ def scratch_i32(typing_context: Any, count: Any) -> Any:
         return builder.ptrtoint(space, ir.IntType(64))
 
     return types.int64(count), emit
+
+
+@intrinsic(prefer_literal=True)
+def sum_of_squares(typing_context: Any, address: Any, factor: Any, count: Any, stream: Any) -> Any:
+    """Returns the sum of the squares of fp32 numbers that are multiplied by ``factor`` and truncated to below 2**31.
+
+    In vectors by hand: the squares of 32-bit words are those of the low and of the high halves of pairs, where a loop
+    of LLVM's would widen each word first. ``count`` is a Python constant, a multiple of 16, and ``address`` one of 64
+    bytes.
+    """
+    numbers, words, pairs = (ir.VectorType(kind, size) for kind, size in ((_FLOAT, 16), (_INT, 16), (_LONG, 8)))
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        at = builder.inttoptr(arguments[0], numbers.as_pointer())
+        factors = ir.Constant(numbers, ir.Undefined)
+        for lane in range(16):
+            factors = builder.insert_element(factors, arguments[1], ir.Constant(_INT, lane))
+        low = high = ir.Constant(pairs, [0] * 8)
+        mask, shift = (ir.Constant(pairs, [number] * 8) for number in (0xFFFFFFFF, 32))
+        for index in range(count.literal_value // 16):
+            x = builder.load(builder.gep(at, [ir.Constant(_INT, index)]), align=64)
+            _mark_stream(builder, x, stream.literal_value)
+            pair = builder.bitcast(builder.fptosi(builder.fmul(x, factors), words), pairs)
+            own, other = builder.and_(pair, mask), builder.lshr(pair, shift)
+            low, high = builder.add(low, builder.mul(own, own)), builder.add(high, builder.mul(other, other))
+        kind = ir.FunctionType(_LONG, [pairs])
+        add_lanes = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.add.v8i64")
+        return builder.call(add_lanes, [builder.add(low, high)])
+
+    return types.int64(types.int64, types.float32, count, stream), emit
+
+
+@intrinsic(prefer_literal=True)
+def folded(typing_context: Any, address: Any, count: Any, stream: Any) -> Any:
+    """Returns the sum of ``count`` float64 numbers: the upper half is added to the lower until one is left.
+
+    In one vector by hand: loops would take longer to begin and to end than the short ones run. ``count`` is a Python
+    constant, a power of two, and ``address`` one of 64 bytes.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        size = count.literal_value
+        x = builder.load(builder.inttoptr(arguments[0], ir.VectorType(ir.DoubleType(), size).as_pointer()), align=64)
+        _mark_stream(builder, x, stream.literal_value)
+        while size > 1:
+            size //= 2
+            kind = ir.VectorType(_INT, size)
+            halves = (ir.Constant(kind, list(range(first, first + size))) for first in (0, size))
+            lower, upper = (builder.shuffle_vector(x, x, half) for half in halves)
+            x = builder.fadd(lower, upper)
+        return builder.extract_element(x, ir.Constant(_INT, 0))
+
+    return types.float64(types.int64, count, stream), emit
 
 
 # Words are intrinsics or types wherever they can be: Numba takes 50 ms or more to compile a function.

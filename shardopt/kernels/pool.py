@@ -2,7 +2,8 @@
 
 Subnormals are kept, as on the GPU. Another library may have set the caller's thread to flush them to zero
 (``torch.set_flush_denormal``, code built with ``-ffast-math``), and then bits would depend on which thread took which
-block. So the threads are the pool's own; the caller's thread runs only short work, after a check of its mode.
+block. So the threads are the pool's own. What one thread does is done by the caller's, after a check of its mode:
+another one would take longer to wake than short work takes to run.
 """
 
 import itertools
@@ -52,11 +53,9 @@ def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None
 
     It runs on as many threads as torch would use, but see :func:`beside_a_gpu`.
     """
-    if num_blocks <= BLOCKS_PER_RANGE and _SUBNORMAL * np.float32(1) > 0:
-        kernel(0, num_blocks)  # another thread would take longer to wake than this takes to run
-        return
     num_threads = _num_threads()
-    length = max(BLOCKS_PER_RANGE, -(-num_blocks // (RANGES_PER_THREAD * num_threads)))
+    ranges = RANGES_PER_THREAD * num_threads if num_threads > 1 else 1  # one thread has nobody to wait for
+    length = max(BLOCKS_PER_RANGE, -(-num_blocks // ranges))
 
     def run(number: int) -> None:
         kernel(number * length, min((number + 1) * length, num_blocks))
@@ -74,7 +73,11 @@ def _num_threads() -> int:
 
 
 def _run_in_turn(run: Callable[[int], None], count: int, num_threads: int) -> None:
-    """Calls ``run`` with 0 to ``count - 1``, on the pool's threads."""
+    """Calls ``run`` with 0 to ``count - 1``, on the pool's threads, or on this one where one is enough."""
+    if min(num_threads, count) <= 1 and _SUBNORMAL * np.float32(1) > 0:
+        for number in range(count):
+            run(number)
+        return
     numbers = itertools.count()  # its next() is atomic under the GIL
     interrupted = threading.Event()
 

@@ -39,7 +39,7 @@ from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS, FIRST, INNER, OUTER, RUN, Geometry, MarginPiece, Products
 from ..kernels.tables import sent
 from ..rules.factored import FactoredRule
-from .variants import eps_of, param_geometry
+from .variants import Variants, eps_of, param_geometry
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -136,8 +136,8 @@ def with_products(
 
 def _blank(plan: StepPlan) -> tuple[dict[ParamRecord, _Sums], torch.Tensor]:
     """Returns sums of nothing for all params with margins, and the message that they lie in; the same on all ranks."""
-    rule = plan.domain.rule
-    updates = [each for each in plan.updates if rule.variant(plan.numbers[each.group], each.entry.shape).margins]
+    variant_of = Variants(plan.domain.rule, plan.numbers)
+    updates = [each for each in plan.updates if variant_of(each.group, each.entry.shape).margins]
     geometries = [param_geometry(each.entry) for each in updates]
     message = torch.from_numpy(np.zeros(sum(each.rows + each.num_columns for each in geometries) + 1))
     return _views(updates, message), message

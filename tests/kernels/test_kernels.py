@@ -333,6 +333,18 @@ def test_threads_and_flush_mode_change_no_bit(threads: None, monkeypatch: pytest
             shard.assert_same(found, expected, f"{count} threads, flush {flush}")
 
 
+def test_one_thread_is_the_callers(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wake another takes longer than short work, and one that is long is not done sooner there."""
+    monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 2)
+    monkeypatch.setattr(pool, "_pool", lambda num_threads: pytest.fail("another thread was asked"))
+    ran: list[tuple[int, int]] = []
+    for num_threads, num_blocks in ((1, 100), (5, 2)):
+        torch.set_num_threads(num_threads)
+        ran.clear()
+        pool.run_over_blocks(lambda first, last: ran.append((first, last)), num_blocks)
+        assert [block for each in ran for block in range(*each)] == list(range(num_blocks))
+
+
 # -- what is compiled --------------------------------------------------------------------------------------------------
 
 
