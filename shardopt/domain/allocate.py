@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..partition.bucket import Bucket
-from ..partition.reduce_buckets import DeviceSum, GradientBucket, PassingSum
+from ..partition.gradient_buckets import DeviceSum, GradientBucket, PassingSum
 from .formats import NOTHING
 from .host_sum import HostSum
 from .param import ParamRecord
@@ -69,8 +69,8 @@ def allocate(
         fresh: params that have no values yet.
     """
     params = [param for _, param, _ in planned.members]
-    bucket = _bucket(domain, params, planned.layout, fresh, planned.is_released, undo)
-    is_offloaded = planned.is_released and domain.offloads_params(bucket.device)
+    bucket = _bucket(domain, params, planned.layout, fresh, planned.shards_params, undo)
+    is_offloaded = planned.shards_params and domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded)
     undo.callback(shard.home.release)
@@ -86,7 +86,7 @@ def allocate(
             entry.load_counters(state)
             entry.note_loaded(state)
     sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
-    return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard() if planned.is_released else None)
+    return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard() if planned.shards_params else None)
 
 
 def allocate_frozen(
@@ -106,10 +106,10 @@ def _bucket(
     params: Sequence[torch.nn.Parameter],
     layout: BucketLayout,
     fresh: Fresh,
-    is_released: bool,
+    is_resharded: bool,
     undo: ExitStack,
 ) -> Bucket:
-    bucket = Bucket(params, layout, fresh, is_released, domain.locals.bind(params))
+    bucket = Bucket(params, layout, fresh, is_resharded, domain.locals.bind(params))
     undo.callback(_give_back, bucket)
     return bucket
 

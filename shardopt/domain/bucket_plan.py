@@ -29,14 +29,14 @@ class PlannedBucket:
 
     Attributes:
         formats: of masters, states and sums of gradients.
-        is_released: True if its params are sharded, and gathered when they are needed.
+        shards_params: True if its params are sharded, and gathered when they are needed.
     """
 
     members: tuple[Candidate, ...]
     layout: BucketLayout
     states: tuple[str, ...]
     formats: StreamFormats
-    is_released: bool
+    shards_params: bool
 
 
 @dataclass(frozen=True)

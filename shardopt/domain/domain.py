@@ -80,7 +80,7 @@ class Domain:
         entries: the records, in the order of binding.
         shards: of params that train, in the order of binding.
         links: the connections between the ranks; None before anything is bound.
-        rounds: the number of steps that all ranks agreed on.
+        steps_agreed: the number of steps that all ranks agreed on.
         broken: why params and states of the ranks may belong to different steps; None if they do not.
         is_half_loaded: a load broke off, which another load can repair.
         counted_elsewhere: the params that are copies, whose elements the norm counts on another rank.
@@ -95,7 +95,7 @@ class Domain:
     ============================================  ==========================================
     ``entries``, ``shards``, ``links``            :meth:`adopt`, by bind; :meth:`release`
     ``store``, and the homes of the shards        :meth:`move_to`
-    ``rounds``                                    :meth:`count_round`
+    ``steps_agreed``                              :meth:`count_step`
     ``epoch``, ``clock``                          their own methods; :meth:`end_step`
     ``broken``, ``is_half_loaded``                :meth:`mark_broken`, :meth:`mark_repaired`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
@@ -123,7 +123,7 @@ class Domain:
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
         self._store: Store | None = None  # opened at the first binding
-        self.rounds = 0
+        self.steps_agreed = 0
         self.broken: str | None = None
         self.is_half_loaded = False
         self.counted_elsewhere: set[torch.nn.Parameter] = set()
@@ -204,9 +204,9 @@ class Domain:
 
     # -- facts of a training ---------------------------------------------------------------------------------------
 
-    def count_round(self) -> None:
+    def count_step(self) -> None:
         """Counts a step that all ranks agreed on."""
-        self.rounds += 1
+        self.steps_agreed += 1
 
     def mark_broken(self, why: str, by_load: bool = False) -> None:
         """Records that params and states of the ranks may belong to different steps from now on."""

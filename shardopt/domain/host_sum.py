@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..partition.comm.reduce_scatter import Reduction
-from ..partition.reduce_buckets import Sink
+from ..partition.gradient_buckets import Sink
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding

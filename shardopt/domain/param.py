@@ -34,7 +34,7 @@ class MasterState(Enum):
     event                                              FOLLOWS    LOADED     UNMATCHED  STALE
     =================================================  =========  =========  =========  =========
     a step updates the param                           FOLLOWS    FOLLOWS    FOLLOWS    FOLLOWS
-    a state is loaded, whose master fits the param     LOADED     LOADED     LOADED     LOADED
+    a state is loaded, whose master is whole or fits   LOADED     LOADED     LOADED     LOADED
     a state is loaded, with the halves of others       UNMATCHED  UNMATCHED  UNMATCHED  UNMATCHED
     a state is loaded, without a master, in halves     STALE      STALE      STALE      STALE
     refresh_masters()                                  FOLLOWS    LOADED     LOADED     STALE

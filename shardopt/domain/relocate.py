@@ -56,7 +56,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
     store: Store | None = None
     storages: list[ShardStorage] = []
     problem: Exception | None = None
-    view = {"tier to move masters and states to": tier, "calls of step()": domain.rounds}
+    view = {"tier to move masters and states to": tier, "calls of step()": domain.steps_agreed}
     try:
         try:
             store = open_store()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import Window
     from ..partition.gatherer import Gatherer
-    from ..partition.reduce_buckets import DeviceSum, PassingSum
+    from ..partition.gradient_buckets import DeviceSum, PassingSum
     from ..partition.unit import GatheredBucket, Unit
     from ..rules import Variant
     from .formats import StreamFormats
@@ -327,7 +327,7 @@ class Shard:
                 if first < last:
                     param = weights[first - start : last - start].to(items.device)
                     own = loaded[first - where.start : last - where.start].to(items.device)
-                    kept = codecs.join(param, codecs.rest_of(own, param, format), format)
+                    kept = codecs.join(param, codecs.low_bits_of(own, param, format), format)
                     # Elements that do not round to the param: their weights are not loaded yet, and the loaded
                     # master is shown whole, so that a state dict saved now loses nothing.
                     masters[first - start : last - start] = torch.where(codecs.rounds_to(own, param), kept, own)
@@ -354,7 +354,7 @@ class Shard:
         elif name == "master":
             params = codecs.pieces(self.params(start, start + values.numel()))
             both = zip(codecs.pieces(values), params, strict=True)
-            rests = (codecs.rest_of(own.to(param.device).float(), param, format) for own, param in both)
+            rests = (codecs.low_bits_of(own.to(param.device).float(), param, format) for own, param in both)
             self.home.write_pieces(name, start, rests)
         else:
             self._write_encoded(name, start, values, format)

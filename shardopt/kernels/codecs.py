@@ -108,7 +108,7 @@ def rounds_to(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return to_even | ((master.view(torch.int32) + 0x8000 >> 16).short() == param.view(torch.int16))
 
 
-def rest_of(master: torch.Tensor, param: torch.Tensor, format: Format) -> torch.Tensor:
+def low_bits_of(master: torch.Tensor, param: torch.Tensor, format: Format) -> torch.Tensor:
     """Returns the low bits to store beside bf16 ``param``, so that :func:`join` gives ``master`` again; all 1D.
 
     They are zero where the master does not round to the param: the param counts. For a tie that was rounded to even

@@ -430,7 +430,7 @@ class Backward(RoundGradients):
             # checks.
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 if self._domain.sharded is not None:  # first: another rank may need a unit for what is reduced next
-                    self._domain.gatherer.join_rest()
+                    self._domain.gatherer.join_remaining()
                 self._finish_followers()
                 self._finish_round()
         except BaseException as error:
@@ -441,7 +441,7 @@ class Backward(RoundGradients):
 
     def _finish_round(self) -> None:
         with self._domain.clock.phase("reduce"):
-            flags = self._reduce_rest()
+            flags = self._reduce_remaining()
             report = self._report(flags)
             if report.late.any():
                 late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}

@@ -168,7 +168,7 @@ class RoundGradients:
         self._late_buckets = frozenset(numbers)
         self._reducer.finish_late(sorted(numbers))
 
-    def _reduce_rest(self) -> GradientFlags:
+    def _reduce_remaining(self) -> GradientFlags:
         """Reduces the remaining buckets, until every rank's sums are complete."""
         reducer = self._reducer
         held, self._sum_error, self._follower_error = self._deliver_rest(), self._follower_error, None

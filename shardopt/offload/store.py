@@ -1,6 +1,6 @@
 """The store: holds masters and states between steps, and brings chunks of them to where the update runs.
 
-A step calls four verbs, and never asks where anything lies::
+An update calls four verbs for its chunks, and never asks where they lie::
 
     prefetch([a, b, c])          this step will fetch these chunks, in this order
     fetch(a)                     returns the streams of chunk a, in memory, to be updated in place

@@ -33,13 +33,13 @@ class Bucket:
         params: Sequence[torch.nn.Parameter],
         layout: BucketLayout,
         fresh: Collection[torch.Tensor],
-        is_released: bool,
+        is_resharded: bool,
         outers: Sequence[torch.nn.Parameter],
     ):
         """
         Args:
         fresh: params that have no values yet.
-        is_released: True if the bucket is freed between uses. If all of its params are fresh, it starts freed.
+        is_resharded: True if the bucket is freed between uses. If all of its params are fresh, it starts freed.
         outers: the params as the model has them: DTensors where ``params`` are their local tensors.
         """
         self.params, self.outers = tuple(params), tuple(outers)
@@ -52,18 +52,18 @@ class Bucket:
         self.flat = self.memory.tensor  # 1D; padding stays zero
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
         try:
-            self._adopt_params(fresh, is_released)
+            self._adopt_params(fresh, is_resharded)
         except BaseException:
             self.release()
             raise
-        if is_released and all(param in fresh for param in self.params):
+        if is_resharded and all(param in fresh for param in self.params):
             self.drop()
 
     @torch.no_grad()
-    def _adopt_params(self, fresh: Collection[torch.Tensor], is_released: bool) -> None:
+    def _adopt_params(self, fresh: Collection[torch.Tensor], is_resharded: bool) -> None:
         for index, param in enumerate(self.params):
             view = self.view(self.flat, index, param)
-            if not is_released:  # memory that is freed must have one storage
+            if not is_resharded:  # memory that is freed must have one storage
                 view = with_own_storage(view)
             if param not in fresh:
                 view.copy_(param)

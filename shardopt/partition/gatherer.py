@@ -335,7 +335,7 @@ class Gatherer:
             now.past.extend(names)
             self.on_past(names)
 
-    def join_rest(self) -> None:
+    def join_remaining(self) -> None:
         """Issues the gathers of this backward that other ranks may still need: this rank uses no more units."""
         if self.waits_for_others:
             if self._pass is None:  # it used none at all

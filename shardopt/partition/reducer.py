@@ -30,16 +30,16 @@ import torch
 from ..profiler import label
 from ..tensors.strides import flattened
 from .comm.reduce_scatter import PHASE
+from .gradient_buckets import DeviceSum
 from .memory import return_free_pages, zeros
-from .reduce_buckets import DeviceSum
 from .streams import ReductionBuffer, StreamUses, last_used
 
 if TYPE_CHECKING:
     from .comm.all_gather import Window
     from .comm.reduce_scatter import ReduceScatter, Reduction
     from .comm.transport import Transport
+    from .gradient_buckets import GradientBucket
     from .mesh import Mesh
-    from .reduce_buckets import GradientBucket
 
 # Reductions that may be under way at once. Without a limit a rank that is ahead would allocate a buffer for every
 # bucket. The limit lets ranks drift apart by some buckets, and is small compared with a model. Two buckets in any case:
@@ -91,10 +91,10 @@ class Reducer:
         self._mechanisms = [each for each in (self._reduce_scatter, self._across) if each is not None]
         self.buckets: list[GradientBucket] = []
         self.is_open = self.is_reduced = False
-        self._stages: list[int] = []  # of each bucket
+        self._pipeline_stages: list[int] = []  # of each bucket
         self._order: list[int] = []
         self._round_order: list[int] = []  # the buckets of this round, in their order
-        self._stage: int | None = None  # whose buckets these are; None: all
+        self._pipeline_stage: int | None = None  # whose buckets these are; None: all
         self._ordered: set[int | None] = set()  # the stages of which the ranks have agreed on the order
         self.rounds = 0  # rounds that all ranks finished
         self._windows: list[Window | None] = []  # on the sums, for the ranks that replicate them
@@ -114,12 +114,12 @@ class Reducer:
         """Collective: opens a window on the sum of a bucket that ``add`` takes next. None: no other rank reads it."""
         return bucket.sink.window(self._replicas.open)
 
-    def add(self, bucket: GradientBucket, window: Window | None, stage: int = 0) -> int:
+    def add(self, bucket: GradientBucket, window: Window | None, pipeline_stage: int = 0) -> int:
         """Adds a bucket, between rounds, of this pipeline stage. Returns its number."""
         self._windows.append(window)
         self.buckets.append(bucket)
         self._order.append(len(self.buckets) - 1)
-        self._stages.append(stage)
+        self._pipeline_stages.append(pipeline_stage)
         self._seen.append(set(range(bucket.num_params)))
         self._ordered.clear()
         self._pool.clear()  # its buffers may be too small
@@ -150,26 +150,27 @@ class Reducer:
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
-    def reduces(self, number: int, stage: int | None) -> bool:
+    def reduces(self, number: int, pipeline_stage: int | None) -> bool:
         """True if a round of this stage (None: of all) reduces bucket ``number``."""
-        return stage is None or self._stages[number] == stage
+        return pipeline_stage is None or self._pipeline_stages[number] == pipeline_stage
 
     def start_round(
-        self, held: Sequence[AbstractSet[int]], absent: Sequence[AbstractSet[int]], stage: int | None = None
+        self, held: Sequence[AbstractSet[int]], absent: Sequence[AbstractSet[int]], pipeline_stage: int | None = None
     ) -> None:
         """Starts a round, and forgets an unfinished one.
 
         Args:
             held: by bucket, the params whose sum of earlier rounds this round adds to.
             absent: by bucket, params that get no gradient any more: they were frozen.
-            stage: whose buckets are reduced; None: all. The same on all ranks.
+            pipeline_stage: whose buckets are reduced; None: all. The same on all ranks.
         """
-        self._stage, self._round_order = stage, [number for number in self._order if self.reduces(number, stage)]
+        self._pipeline_stage = pipeline_stage
+        self._round_order = [number for number in self._order if self.reduces(number, pipeline_stage)]
         self._filling = [
             _Filling(sums, seen - frozen) for sums, seen, frozen in zip(held, self._seen, absent, strict=True)
         ]
         for number, filling in enumerate(self._filling):
-            if not self.reduces(number, stage):
+            if not self.reduces(number, pipeline_stage):
                 filling.awaited, filling.started = set(), True
         # Halved after every round that used it up: ranks of a program that wait for each other do so in every round.
         self._patience = self._most_patience if self._was_patient else self._patience / 2
@@ -340,7 +341,7 @@ class Reducer:
             filling, seen = self._filling[number], self._seen[number]
             if not self.buckets[number].sink.accumulates:
                 continue
-            if self._stage not in self._ordered:
+            if self._pipeline_stage not in self._ordered:
                 seen.clear()
             seen |= filling.arrived | filling.late.keys() | filling.passed_over
 
@@ -357,10 +358,10 @@ class Reducer:
 
         Buckets of another stage are reduced for the first time: to what they hold of earlier rounds.
         """
-        adds = [self.reduces(number, self._stage) or bool(self._filling[number].held) for number in numbers]
+        adds = [self.reduces(number, self._pipeline_stage) or bool(self._filling[number].held) for number in numbers]
         for number, add in zip(numbers, adds, strict=True):
             bucket, filling = self.buckets[number], self._filling[number]
-            for index in range(bucket.num_params) if not self.reduces(number, self._stage) and add else ():
+            for index in range(bucket.num_params) if not self.reduces(number, self._pipeline_stage) and add else ():
                 if index not in filling.held:
                     bucket.zero(index)
             buffer = self._acquire_buffer(bucket)
@@ -394,14 +395,14 @@ class Reducer:
 
     def end_round(self) -> None:
         """Closes the round, which all ranks finished."""
-        if self._stage not in self._ordered:
+        if self._pipeline_stage not in self._ordered:
             mine = [
                 *self._completed,
                 *(number for number in sorted(self._round_order) if number not in self._completed),
             ]
             first = self._mesh.world.exchange(mine, "agreeing on the order of buckets")[0]
             self._order = [*(number for number in self._order if number not in first), *first]
-            self._ordered.add(self._stage)
+            self._ordered.add(self._pipeline_stage)
             # Without the order, buckets may have waited for each other and taken more buffers.
             for buffers in self._pool.values():
                 del buffers[BUCKETS_UNDER_WAY:]

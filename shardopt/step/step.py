@@ -91,7 +91,7 @@ def run_step(
     # 4. decide
     norm = _norm(plans, whole, consensus, call.scale)
     is_idle = all(_changes_nothing(plan) for plan in plans)
-    if consensus.overflow or is_idle or _is_skipped(plans, consensus, call.scale):
+    if consensus.overflow or is_idle or _decide_skip(plans, consensus, call.scale):
         for plan in plans:
             _mark_used(plan)
             plan.domain.end_step()
@@ -193,7 +193,7 @@ def _survey_and_agree_in(
             _compare_written(plan)
         if consensus.proposes_order:
             _adopt_order(domain)
-    domain.count_round()
+    domain.count_step()
     return plan, consensus
 
 
@@ -213,7 +213,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
         present = presence()
         return {
             UNBOUND: [],
-            "calls of step()": domain.rounds,
+            "calls of step()": domain.steps_agreed,
             "call": {"closure": call.closure},
             "groups": numbers,
             "requires_grad": {entry.name: entry.param.requires_grad for entry in entries},
@@ -232,7 +232,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     if domain.mesh.world.size > 1:  # one rank has nothing to compare with
         present = presence()
         facts = [(each.step, present.get(each), each.param.requires_grad, *each.carried.values()) for each in entries]
-        key = [domain.rounds, call.closure, numbers, facts, call.scale, stats.norm, departures]
+        key = [domain.steps_agreed, call.closure, numbers, facts, call.scale, stats.norm, departures]
     written = len(plan.written)
     return StepDigest(
         key, describe, problem, call.overflow, stats.nonfinite, stats.witness, written, proposes, stats.limbs
@@ -298,7 +298,7 @@ def _changes_nothing(plan: StepPlan) -> bool:
     return is_assigned and domain.mesh.world.size > 1 and not any(group.get("lr", 1) for group in plan.numbers)
 
 
-def _is_skipped(plans: Sequence[StepPlan], consensus: Consensus, scale: float) -> bool:
+def _decide_skip(plans: Sequence[StepPlan], consensus: Consensus, scale: float) -> bool:
     """True, after a warning, if an Inf or NaN keeps all ranks from the step. ``run_step`` has the other reasons.
 
     Raises:
@@ -309,11 +309,11 @@ def _is_skipped(plans: Sequence[StepPlan], consensus: Consensus, scale: float) -
         return False
     bad = (each.entry.name for each in _gradients(plans) if not bool(torch.isfinite(each.grad * (1.0 / scale)).all()))
     first = next(bad, None)
-    skip(policy, consensus.nonfinite, "" if first is None else f" (on this rank first in {first})")
+    report_skip(policy, consensus.nonfinite, "" if first is None else f" (on this rank first in {first})")
     return True
 
 
-def skip(policy: str, nonfinite: int, where: str) -> None:
+def report_skip(policy: str, nonfinite: int, where: str) -> None:
     """Warns that all ranks skip this step because its gradients hold ``nonfinite`` elements that are Inf or NaN.
 
     Raises:

@@ -248,7 +248,7 @@ def _sample(domain: Domain, updates: Sequence[ParamUpdate]) -> list[torch.Tensor
     """
     if domain.mesh.world.size == 1 or not updates:
         return []
-    sample = updates[domain.rounds % len(updates)].grad
+    sample = updates[domain.steps_agreed % len(updates)].grad
     if sample.numel() == 0:
         return []
     block = sample.as_strided((min(sample.numel(), BLOCK),), (1,), sample.storage_offset())

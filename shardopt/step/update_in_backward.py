@@ -44,7 +44,7 @@ from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
 from .found_in_backward import found_in, raise_on_all_ranks
 from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of, scalars_of
-from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, skip
+from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip
 from .survey import placed_params, states_of_shards, written_params
 from .update import chunks_of, update_and_gather, update_chunks
 from .variants import Variants
@@ -259,7 +259,7 @@ class UpdateInBackward(Backward):
         assert current is not None
         try:
             with self._domain.clock.phase("reduce"):
-                report = self._report(self._reduce_rest())
+                report = self._report(self._reduce_remaining())
             self._check_in_time(report)
         except Exception as error:
             raise_on_all_ranks(error, current.whole)
@@ -287,7 +287,7 @@ class UpdateInBackward(Backward):
             entry.outer.grad = ReleasedGradient(entry.name, entry.outer)
         if is_skipped:
             self._keep_versions(current)
-            skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
+            report_skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = not is_skipped, norm
 
     def _keep_versions(self, current: _OpenStep) -> None:
@@ -320,7 +320,7 @@ class UpdateInBackward(Backward):
         stats = GradientStats(norm=norm)
         plan = StepPlan(domain, current.numbers, updates, launches, scalars, current.states, current.written, stats)
         self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
-        domain.count_round()
+        domain.count_step()
         update_and_gather([plan], Factors())
         commit(plan)
 

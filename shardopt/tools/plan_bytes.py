@@ -38,7 +38,7 @@ def bytes_of(laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning) 
         is_lone = sum(count for _, count in buckets) == 1
         for bucket, count in buckets:
             shard = bucket.layout.shard_numel
-            held = shard if bucket.is_released else bucket.layout.numel
+            held = shard if bucket.shards_params else bucket.layout.numel
             states = sum(int(shard * _itemsize(bucket.formats.states[each])) for each in bucket.states)
             add("param", "device", count * held * way.dtype.itemsize)
             add("master", way.tier, count * int(shard * _itemsize(bucket.formats.master)))

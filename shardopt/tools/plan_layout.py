@@ -137,7 +137,7 @@ class ModelLayout:
                 found = matrix_stats(rule, bucket.members, bucket.layout)
                 if found is not NO_MATRICES:  # a trillion params have ten thousand buckets
                     matrices[name] += found
-                key = bucket.layout, bucket.states, bucket.formats.key, bucket.is_released
+                key = bucket.layout, bucket.states, bucket.formats.key, bucket.shards_params
                 _, count = equal[name].get(key, (bucket, 0))
                 equal[name][key] = bucket, count + 1
         window, turns = self._gathered(units, stage)
@@ -188,7 +188,7 @@ class ModelLayout:
             return tuning.bucket_bytes_of(self._device, way.has_module)
 
         for bucket in plan_buckets(own, rule, asked, shards, bucket_bytes, kept_whole, unit_of):
-            yield bucket, unit_of[bucket.members[0][1]] if unit_of is not None and bucket.is_released else None
+            yield bucket, unit_of[bucket.members[0][1]] if unit_of is not None and bucket.shards_params else None
 
     def _gathered(self, units: Mapping[int, int], stage: int) -> tuple[int, dict[tuple[str, int], int]]:
         """Returns the most bytes that are gathered at once, and how often a step gathers each unit of each domain.

@@ -56,7 +56,7 @@ def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: torch.dty
     else:
         gradients, params = reduced.itemsize * rounds, size
     sharded = sum(
-        sum(bucket.layout.numels) * count for bucket, count in domain.buckets if way.stage == 3 and bucket.is_released
+        sum(bucket.layout.numels) * count for bucket, count in domain.buckets if way.stage == 3 and bucket.shards_params
     )
     moved = domain.numel * gradients + (domain.numel - sharded) * params + domain.gathered * size
     return moved * (domain.ranks - 1) // domain.ranks

@@ -43,7 +43,7 @@ def test_loaded_states_and_masters(master: str, on_disk: bool, tmp_path: Path) -
     loaded = {"step": torch.tensor(1.0), "exp_avg": drawn(), "exp_avg_sq": drawn().square(), "master": fits}
     opt.load_state_dict({"state": {0: loaded}, "param_groups": opt.state_dict()["param_groups"]})
     kept = opt.state[param]
-    rest = codecs.rest_of(fits, param.detach(), MASTERS[master])
+    rest = codecs.low_bits_of(fits, param.detach(), MASTERS[master])
     assert rest.any()
     assert torch.equal(kept["exp_avg"], as_kept(loaded["exp_avg"], SIGNED8))
     assert torch.equal(kept["exp_avg_sq"], as_kept(loaded["exp_avg_sq"], BF16))

@@ -150,7 +150,7 @@ def through_kernel(backend: Backend, master: Tensor, format: Format) -> tuple[Te
 def check_masters(backend: Backend, patterns: Tensor, format: Format) -> None:
     master = patterns.view(torch.float32)
     param, rest, joined = through_kernel(backend, master, format)
-    assert_same_bits(codecs.rest_of(master, param, format)[~master.isnan()], rest[~master.isnan()], "the codec's")
+    assert_same_bits(codecs.low_bits_of(master, param, format)[~master.isnan()], rest[~master.isnan()], "the codec's")
     dropped = dropped_bits(format)
     if not dropped:
         assert_same_bits(joined, master, "not all of fp32 comes back")
@@ -212,7 +212,7 @@ def test_a_master_beside_a_param_that_was_rounded_to_even(format: Format) -> Non
         master = high_halves(low).view(torch.float32)
         master = master[master.abs() < 3e38]
         param = master.bfloat16()
-        joined = codecs.join(param, codecs.rest_of(master, param, format), format)
+        joined = codecs.join(param, codecs.low_bits_of(master, param, format), format)
         away = (bits(joined).long() - bits(master).long()).abs()
         dropped = dropped_bits(format)
         is_tie = abs(low - 0x8000) <= 1 << dropped >> 1
@@ -223,7 +223,7 @@ def test_a_master_beside_a_param_that_was_rounded_to_even(format: Format) -> Non
 def test_another_param_counts_more_than_a_master(format: Format) -> None:
     master = torch.tensor([1.001, -3.7, math.nan, math.inf, 0.0, 1e-40])
     param = torch.tensor([2.0, -3.8, 1.5, 7.0, -0.5, 1.0]).bfloat16()
-    assert_same_bits(codecs.join(param, codecs.rest_of(master, param, format), format), param.float(), "")
+    assert_same_bits(codecs.join(param, codecs.low_bits_of(master, param, format), format), param.float(), "")
 
 
 # -- rounding by chance ------------------------------------------------------------------------------------------------

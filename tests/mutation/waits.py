@@ -26,7 +26,7 @@ from tests.support.streams.scenarios import Scenario, scenarios
 
 RESULTS = Path(__file__).parent / "results" / "waits.md"
 MODULES = (
-    *(f"partition.{name}" for name in ("streams", "reducer", "gatherer", "reduce_buckets")),
+    *(f"partition.{name}" for name in ("streams", "reducer", "gatherer", "gradient_buckets")),
     *(
         f"partition.comm.{name}"
         for name in ("all_gather", "async_gather", "reduce_scatter_collective", "transport", "group")

@@ -35,7 +35,7 @@ from shardopt import (
 from shardopt.config import Options
 from shardopt.partition import reducer as reducer_module
 from shardopt.partition.comm.group import Ranks
-from shardopt.partition.reduce_buckets import PassingSum
+from shardopt.partition.gradient_buckets import PassingSum
 from shardopt.tensors.released_gradient import ReleasedGradient
 from shardopt.tools.plan import plan
 from shardopt.tools.ways import Way

@@ -21,7 +21,7 @@ from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
 from shardopt.partition.comm import reduce_scatter_peer as neighbour_scatter
 from shardopt.partition.comm.all_gather import AllGather
 from shardopt.partition.comm.transport import Transport
-from shardopt.partition.reduce_buckets import DeviceSum
+from shardopt.partition.gradient_buckets import DeviceSum
 from shardopt.partition.reducer import Reducer
 from shardopt.step import step as step_module
 from shardopt.step import survey as survey_module
