@@ -3,7 +3,8 @@
 python scripts/snippets.py             with mypy --strict, as scripts/check.sh does
 python scripts/snippets.py pyright     with pyright, which must be on the PATH: the blocks and calls alone
 
-The exit code is the checker's, whose lines name a page and the line there: README.py:68 is line 68 of README.md.
+The exit code is the checker's, whose lines name a page and the line there: pages/README.py:68 is line 68 of
+README.md.
 """
 
 import argparse
@@ -30,15 +31,15 @@ def blocks() -> Iterator[tuple[str, str]]:
 
 
 def check(checker: str, folder: Path) -> int:
-    """Writes the blocks, and pyright's settings, into a folder, and runs the checker there."""
-    names = []
-    for name, text in (*blocks(), (CALLS.name, CALLS.read_text())):
-        (folder / name).write_text(text)
-        names.append(name)
+    """Writes the blocks into a package ``pages``, of which pyproject.toml has settings, and runs the checker there."""
+    pages = folder / "pages"
+    pages.mkdir()
+    for name, text in (("__init__.py", ""), *blocks(), (CALLS.name, CALLS.read_text())):
+        (pages / name).write_text(text)
     if checker == "mypy":
         # One run for all, as reading torch takes it most of its time.
         command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
-        command += ["--cache-dir", str(ROOT / ".mypy_cache"), str(ROOT / "shardopt"), *names]
+        command += ["--cache-dir", str(ROOT / ".mypy_cache"), str(ROOT / "shardopt"), "pages"]
     else:
         (folder / "pyrightconfig.json").write_text(PYRIGHT.format(root=ROOT))
         command = ["pyright", "--pythonpath", sys.executable]
