@@ -115,7 +115,7 @@ class ShardedAdam(ShardedOptimizer):
         >>> optimizer = ShardedAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     """
 
-    @like(torch.optim.Adam, rule=adam, unread=("clip_update",))
+    @like(torch.optim.Adam, rule=adam)
     def __init__(
         self,
         params: Params,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,6 +26,9 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 Defaults = Callable[..., dict[str, Any]]
+# Keys of param groups that one rule alone reads. The moments of another rule may have the same names: a state dict with
+# such a key is refused where no step would read it (test_dicts_of_other_rules_are_refused).
+_OF_ONE_RULE = ("clip_update", "trust", "trust_coefficient")
 # Of each class its rule, and what makes the defaults of its param groups.
 _RECIPES: dict[Callable[..., None], tuple[Rule, Callable[[], dict[str, Any]]]] = {}
 
@@ -34,7 +37,6 @@ def like(
     made: type[torch.optim.Optimizer] | Defaults,
     rule: Rule,
     chosen_by: Mapping[str, Callable[[], Rule]] | None = None,
-    unread: Sequence[str] = (),
 ) -> Callable[[Init], Init]:
     """Make the ``__init__`` of a sharded optimizer out of its bare signature ``(self, params, ..., **options)``.
 
@@ -43,7 +45,6 @@ def like(
             raises the errors.
         chosen_by: arguments that torch's class does not have, None by default, else a number above 0: one that is
             given becomes a key of the param groups, and the function returns the rule that it chooses.
-        unread: keys of param groups that choose another class's rule: states with these keys are refused.
     """
     choosers = chosen_by or {}
 
@@ -80,7 +81,7 @@ def like(
             chosen = {name: arguments[name] for name in choosers if arguments[name] is not None}
             defaults |= {name: number(value, name, above=0) for name, value in chosen.items()}
             self._check_group, self._given = functools.partial(check_group, chosen), given
-            self._unread = (*unread, *(name for name in choosers if name not in chosen))
+            self._unread = tuple(name for name in _OF_ONE_RULE if name not in own and name not in chosen)
             of_these = next((choosers[name]() for name in chosen), rule)
             ShardedOptimizer.__init__(self, params, defaults, rule=of_these, **options)
 

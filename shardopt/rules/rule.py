@@ -336,10 +336,23 @@ def _averaging(variant: Variant) -> Variant:
 def _variant(of: Rule, flag_values: tuple[bool, ...]) -> Variant:
     reader = RuleReader(of.function, of.tree, of.states)
     lines = reader.flatten(dict(zip((*of.flags, *of.asked_of_param), flag_values, strict=True)))
-    return Variant(
-        rule=of.name,
-        states=tuple(name for name in of.states if name in reader.states_seen),
-        scalars=tuple(reader.scalars_seen),
-        source="\n".join(lines),
-        reductions=tuple(reader.reductions),
-    )
+    states, reductions = tuple(name for name in of.states if name in reader.states_seen), tuple(reader.reductions)
+    if reductions:
+        read = _lines_that_count(lines, states)
+        # A norm that these flags make no use of is none: there is nothing that a pass before the last would be for.
+        if not any(line.startswith(f"s_{number} = ") for line in read for number in range(len(reductions))):
+            lines, reductions = read, ()
+    return Variant(of.name, states, tuple(reader.scalars_seen), "\n".join(lines), reductions)
+
+
+def _lines_that_count(lines: Sequence[str], states: Sequence[str]) -> list[str]:
+    """Returns the assignments that the new param and states depend on."""
+    needed, found = {"param", *(f"state_{name}" for name in states)}, list[str]()
+    for line in reversed(lines):
+        (statement,) = ast.parse(line).body
+        assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+        if statement.targets[0].id in needed:
+            needed.remove(statement.targets[0].id)
+            needed |= {node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name)}
+            found.insert(0, line)
+    return found

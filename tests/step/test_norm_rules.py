@@ -24,13 +24,16 @@ from shardopt import (
     ShardedLAMB,
     ShardedLARS,
     ShardedOptimizer,
+    ShardedSGD,
     ShardoptError,
     StateError,
     Tuning,
     load_checkpoint,
+    rule,
     save_checkpoint,
 )
 from shardopt.partition.comm.group import Ranks
+from shardopt.rules import maximum, norm
 from shardopt.step import first_passes, update
 from tests.support.comparing import digest, raw
 from tests.support.norm_rules import NORM_CASES, NormCase, three_cuts
@@ -378,7 +381,7 @@ def test_clip_update_is_not_lost_by_loading(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, module, saved)
     other, optimizer = clipping(lr=0.1)
     before = digest(optimizer), repr(optimizer.param_groups)
-    with pytest.raises(StateError, match=r"construct the optimizer with clip_update=0.5.*nothing was loaded"):
+    with pytest.raises(StateError, match=r"construct the optimizer with clip_update=0.5.*Nothing was loaded"):
         optimizer.load_state_dict(saved.state_dict())
     with pytest.raises(CheckpointError, match=r"group 0 of optimizer 0 has clip_update=0.5 .* Nothing was loaded"):
         load_checkpoint(tmp_path, other, optimizer)
@@ -392,8 +395,45 @@ def test_adam_takes_no_states_of_a_clipped_adamw() -> None:
     """Its rule has no clipping: it would go on with longer steps, and say nothing."""
     _, saved = clipping(clip_update=0.5)
     optimizer = ShardedAdam(nn.Linear(40, 30))
-    with pytest.raises(StateError, match=r"clip_update=0.5.*nothing was loaded"):
+    with pytest.raises(StateError, match=r"clip_update=0.5.*Nothing was loaded"):
         optimizer.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize(("saved", "other"), [(ShardedLAMB, ShardedAdamW), (ShardedLARS, ShardedSGD)])
+def test_dicts_of_other_rules_are_refused(saved: Any, other: Any) -> None:
+    """Their states have the same names: the trust ratio would be lost without an error."""
+    model = nn.Linear(3, 2)
+    optimizer = saved(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    loading = other(nn.Linear(3, 2).parameters(), lr=0.1)
+    with pytest.raises(StateError, match=r"trust=False, of the class that was saved.*[Nn]othing was loaded"):
+        loading.load_state_dict(optimizer.state_dict())
+    assert "trust" not in loading.param_groups[0] and not loading.state_dict()["state"]
+
+
+@rule(states=(), scalars=lambda group, step, carried: {"lr": group["lr"]})
+def clips_by_flag(param: Any, grad: Any, state: Any, s: Any, flags: Any) -> Any:
+    scale = norm(grad)
+    if flags.clip:
+        grad = grad / maximum(scale, 1)
+    return param - s.lr * grad
+
+
+def test_a_norm_that_the_flags_make_no_use_of_is_not_taken() -> None:
+    """A group without the flag is beside one with it: each has the passes that it needs."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    groups = [{"params": [param], "clip": clips} for param, clips in zip(params, (False, True), strict=True)]
+    for several in (groups, groups[:1]):
+        optimizer = ShardedOptimizer(several, {"lr": 0.5}, rule=clips_by_flag)
+        for param in params:
+            param.data.fill_(1)
+            param.grad = torch.ones(4)
+        optimizer.refresh_masters()
+        optimizer.step()
+        optimizer.close()
+        assert params[0].tolist() == [0.5] * 4
+        assert params[1].tolist() == ([0.75] * 4 if several is groups else [1.0] * 4)
 
 
 def test_clip_update_stays_where_plain_states_are_loaded(tmp_path: Path) -> None:

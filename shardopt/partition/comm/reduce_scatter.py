@@ -1,8 +1,9 @@
 """Reduce-scatter: each rank sums its own slice of a bucket, by one of several mechanisms.
 
-The sum of a rank's own slice is taken in fp32 and in the order of ranks, so that its bits depend on nothing else. Only
-a backend's collective (NCCL's) sums in the dtype of the buffer and in an order of its own. The target, which the sum is added to or replaces, may have a smaller format. It is then rounded once, to nearest, after all
-terms of this reduction are added::
+The sum of a rank's own slice is taken in fp32 and in the order of ranks, so that its bits depend on nothing else.
+Only a backend's collective (NCCL's) sums in the dtype of the buffer and in an order of its own. The target, which the
+sum is added to or replaces, may have a smaller format. It is then rounded once, to nearest, after all terms of this
+reduction are added::
 
     target = round(sum of ranks)               the first reduction of a step
     target = round(target + sum of ranks)      later ones
