@@ -1,14 +1,16 @@
 """Exports a checkpoint to one file that other libraries read, a chunk at a time.
 
 ``safetensors``: the weights by name, in full precision (the fp32 master where there is one), and the buffers.
-``torch``: the state dict of one optimizer, as ``torch.optim`` saves and loads it with ``weights_only=True``.
+``torch``: the state dict of one optimizer, as ``torch.optim`` saves and loads it with ``weights_only=True``. If its
+param groups take several rules, as those of ShardedMuon do, a dict of one state dict for each torch class, by its name.
 """
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ import torch
 
 from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
+from ..rules.choice import KEY
 from . import files, values
 from .assemble import Assembly, source_of, sources_of
 from .elements import contiguous_strides, host_chunks, reader_of
@@ -64,7 +67,11 @@ def _chunks(checkpoint: Checkpoint, key: TensorKey, advance: Advance) -> Iterato
 
 
 def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Advance) -> None:
-    """Writes the state dict of optimizer ``number``, with torch's keys of params: their position in the groups."""
+    """Writes the state dict of optimizer ``number``, with torch's keys of params: their position in the groups.
+
+    If its groups take several rules, it writes ``{"Muon": state dict, "AdamW": state dict}``, each with the groups and
+    params that a torch optimizer of the class would have, in their order.
+    """
     manifest = checkpoint.manifest
     if not 0 <= number < len(manifest.optimizers):
         raise CheckpointError(
@@ -87,23 +94,51 @@ def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Ad
         files.sync(file.fileno())
 
 
+# The word by which a group names its rule -> the torch class, and whether that class counts steps.
+_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], bool]] = {
+    "muon": (torch.optim.Muon, False),
+    "adamw": (torch.optim.AdamW, True),
+}
+_OURS = {KEY, "matrices"}  # keys of groups that no torch class reads
+
+
 def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], list[TensorKey | torch.Tensor]]:
     """Returns the dict with empty large tensors, and the content of each tensor in the order of the file."""
-    manifest, optimizer = checkpoint.manifest, checkpoint.manifest.optimizers[number]
-    contents: list[TensorKey | torch.Tensor] = []
+    optimizer, contents = checkpoint.manifest.optimizers[number], list[TensorKey | torch.Tensor]()
 
     def placed(tensor: torch.Tensor, content: TensorKey | None = None) -> torch.Tensor:
         contents.append(tensor if content is None else content)
         return tensor
 
-    names = [name for group in optimizer["groups"] for name in group["params"]]
+    groups, counts = optimizer["groups"], optimizer["counts_steps"]
+    words = dict.fromkeys(group["values"].get(KEY) for group in groups)
+    if len(words) == 1 or not words.keys() <= _CLASSES.keys():
+        return _dict_of(checkpoint, groups, counts, placed), contents
+    by_class = {}
+    for word in words:
+        made, class_counts = _CLASSES[word]
+        own = [group for group in groups if group["values"][KEY] == word]
+        found = by_class[made.__name__] = _dict_of(checkpoint, own, counts and class_counts, placed)
+        found["param_groups"] = [_of_class(made, group) for group in found["param_groups"]]
+    return by_class, contents
+
+
+def _dict_of(
+    checkpoint: Checkpoint, saved: Sequence[Mapping[str, Any]], counts_steps: bool, placed: Callable[..., torch.Tensor]
+) -> dict[str, Any]:
+    """Returns the state dict of some groups of an optimizer.
+
+    Args:
+        placed: takes each tensor, and where its elements are if it is empty, in the order of the file.
+    """
+    manifest = checkpoint.manifest
     states: dict[int, dict[str, Any]] = {}
-    for index, name in enumerate(names):
+    for index, name in enumerate(name for group in saved for name in group["params"]):
         about = manifest.params[name]
         if not about["has_state"]:
             continue
         state = states[index] = {}
-        if optimizer["counts_steps"]:
+        if counts_steps:
             state["step"] = placed(count_as_torch(about["step"]))
         for scalar, value in manifest.carried(name).items():
             state[scalar] = placed(torch.tensor(value, dtype=torch.float64))
@@ -111,12 +146,19 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
             if kind != "param":
                 empty = torch.empty(tensor.shape, dtype=tensor.values_dtype)
                 state[kind] = placed(empty, TensorKey("params", name, kind))
-    groups, index = [], 0
-    for group in optimizer["groups"]:
+    groups, first = [], 0
+    for group in saved:
         given = values.decode(group["values"], lambda name: placed(checkpoint.whole(TensorKey("extra", name, "value"))))
-        groups.append({**given, "params": list(range(index, index + len(group["params"])))})
-        index += len(group["params"])
-    return {"state": states, "param_groups": groups}, contents
+        groups.append({**given, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    return {"state": states, "param_groups": groups}
+
+
+def _of_class(made: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group without the keys of the other classes; the user's own keys stay."""
+    all_keys = {each: set(inspect.signature(each).parameters) - {"params"} for each, _ in _CLASSES.values()}
+    dropped = set().union(_OURS, *all_keys.values()) - all_keys[made]
+    return {key: value for key, value in group.items() if key not in dropped}
 
 
 def _offsets(path: Path) -> dict[int, int]:

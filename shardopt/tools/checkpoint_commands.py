@@ -37,7 +37,8 @@ def add_commands(commands: Any) -> None:
         help="write a checkpoint as one file for torch or safetensors",
         description="Writes one file out of all ranks' files, a chunk at a time, whatever the number of ranks was. "
         "'safetensors': the weights by name in full precision, and the buffers. 'torch': the state dict of an "
-        "optimizer, which torch.optim classes load with torch.load(OUT, weights_only=True).",
+        "optimizer, which torch.optim classes load with torch.load(OUT, weights_only=True); of one with several rules, "
+        "as ShardedMuon, a dict of one state dict for each class: {'Muon': ..., 'AdamW': ...}.",
     )
     for command in (inspect, check, export):
         command.add_argument("directory", metavar="DIR", type=Path, help=_DIRECTORY)

@@ -1,7 +1,9 @@
 """The command line, and files that the safetensors library and torch read."""
 
+import copy
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +14,7 @@ import safetensors.torch
 import torch
 
 import shardopt
+from shardopt import ShardedMuon, save_checkpoint
 from shardopt.__main__ import main
 from shardopt.checkpoint import files
 from tests.support.checkpoints import build, save, train
@@ -81,6 +84,38 @@ def test_exports_and_files_are_read_by_torch_and_safetensors(
     table = capsys.readouterr().out
     assert "step 2, written by 2 rank(s)" in table and "adam" in table
     assert any("cells.4.weight" in line and "exp_avg_sq" in line and "[24, 24]" in line for line in table.splitlines())
+
+
+def test_two_rules_are_exported_as_two_classes(tmp_path: Path) -> None:
+    """torch's Muon and AdamW load what one optimizer of both kinds saved, and go on as it does."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 7))
+    optimizer = ShardedMuon(model, lr=0.02, adamw={"lr": 0.01})
+    optimizer.param_groups[0]["of"] = "the user"
+
+    def backward(params: Sequence[torch.Tensor]) -> None:
+        for number, param in enumerate(params):
+            param.grad = torch.linspace(-1, 1, param.numel()).view_as(param) * (number + 1)
+
+    backward(list(model.parameters()))
+    optimizer.step()
+    save_checkpoint(tmp_path / "runs", model, optimizer)
+    assert main(["export", str(tmp_path / "runs"), "--to", "torch", str(tmp_path / "opt.pt")]) == 0
+    loaded = torch.load(tmp_path / "opt.pt", weights_only=True)
+    assert loaded.keys() == {"Muon", "AdamW"} and loaded["Muon"]["param_groups"][0]["of"] == "the user"
+    twin = copy.deepcopy(list(model.parameters()))
+    hidden, others = [twin[1]], [twin[0], *twin[2:]]
+    both = torch.optim.Muon(hidden), torch.optim.AdamW(others)
+    for each in both:
+        saved, own = loaded[type(each).__name__], each.state_dict()["param_groups"][0].keys()
+        assert saved["param_groups"][0].keys() - {"of"} == own
+        each.load_state_dict(saved)
+    backward(list(model.parameters()))
+    backward(twin)
+    for each in (optimizer, *both):
+        each.step()
+    for number, (mine, theirs) in enumerate(zip(model.parameters(), twin, strict=True)):
+        torch.testing.assert_close(mine, theirs, rtol=0 if number == 1 else 1e-6, atol=0 if number == 1 else 1e-7)
 
 
 def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
