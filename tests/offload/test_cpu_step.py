@@ -210,9 +210,9 @@ def test_only_gradients_come_down_and_only_params_go_up() -> None:
 def test_the_cpu_step_has_the_ranks_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun gives one thread to each of several ranks; a number that somebody else gave stays."""
     used: set[int] = set()
-    make_pool, before = pool._pool, torch.get_num_threads()
+    run_in_turn, before = pool._run_in_turn, torch.get_num_threads()
     monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 1)
-    monkeypatch.setattr(pool, "_pool", lambda count: used.add(count) or make_pool(1))
+    monkeypatch.setattr(pool, "_run_in_turn", lambda *given: used.add(given[-1]) or run_in_turn(*given))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(13)))
     rows: list[tuple[Any, int, str | None, int]] = [
         ("cpu", 1, "4", 3),
