@@ -22,6 +22,7 @@ one rank, which calls the function, and its result travels back: both in bf16.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,7 +98,8 @@ def matrix_rule(*, accumulate: Rule, apply: Rule) -> Callable[[MatrixFunction], 
     In both, ``scalars`` finds the shape of the matrix, (rows, columns), as ``group["shape"]``.
 
     Raises:
-        RuleError: ``accumulate`` reads the param, or both passes keep a state or carry a scalar of one name.
+        RuleError: ``accumulate`` reads the param, both passes keep a state or carry a scalar of one name, or the
+            function takes other arguments.
         TypeError: one of them is not a rule.
     """
     for name, each in (("accumulate", accumulate), ("apply", apply)):
@@ -124,6 +126,12 @@ def matrix_rule(*, accumulate: Rule, apply: Rule) -> Callable[[MatrixFunction], 
         )
 
     def decorate(function: MatrixFunction) -> MatrixRule:
+        try:
+            inspect.signature(function).bind("update", "group")
+        except TypeError as error:
+            raise RuleError(
+                f"give {function.__name__!r} two arguments, (update, group): it would fail in the first step ({error})."
+            ) from error
         return MatrixRule(
             name=function.__name__,
             states=(*accumulate.states, *apply.states),

@@ -16,11 +16,18 @@ def transformer(numel: int) -> nn.Module:
     width = max(1, int((0.95 * numel / (12 * layers)) ** 0.5) // 16 * 16) if numel > 10_000 else 0
     blocks = [list(_layer(width)) for _ in range(layers)] if width else []
     left = numel - sum(math.prod(shape) for shapes in blocks for shape in shapes)
-    embedding: list[tuple[int, ...]] = [(left,)]  # no matrix of a hidden layer
-    return nn.ModuleList(
-        nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
-        for shapes in (embedding, *blocks)
-    )
+    lists = [nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes) for shapes in blocks]
+    return nn.ModuleList([_embedding(left, width), *lists])
+
+
+def _embedding(numel: int, width: int) -> nn.Module:
+    """Returns rows of an embedding, a matrix that Muon does not take, and a vector of what fills no row."""
+    first, rest = nn.Module(), numel % width if width else numel
+    if rest < numel:
+        first.rows = nn.Embedding(numel // width, width, device="meta")
+    if rest:
+        first.rest = nn.Parameter(torch.empty(rest, device="meta"))
+    return first
 
 
 def _layer(width: int) -> Iterator[tuple[int, ...]]:

@@ -79,7 +79,8 @@ def formula(way: Way, laid: StageLayout) -> str:
     def of(tier: str) -> str:
         whole = sum(size for where, size, is_sharded in sizes if where == tier and not is_sharded)
         parts = sum(size for where, size, is_sharded in sizes if where == tier and is_sharded)
-        return " + ".join([f"{round(whole, 2):g}"] * bool(whole) + [f"{round(parts, 2):g}/N"] * bool(parts))
+        whole, parts = round(whole, 2), round(parts, 2)
+        return " + ".join([f"{whole:g}"] * bool(whole) + [f"{parts:g}/N"] * bool(parts))
 
     others = [tier for tier in TIERS[1:] if tier == way.tier or (way.sums_rest and tier == "host")]
     return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])

@@ -629,3 +629,5 @@ def test_a_pass_that_cannot_be() -> None:
         matrix_rule(accumulate=reads_the_param, apply=muon_rules.apply)
     with raises(RuleError, "momentum_buffer"):
         matrix_rule(accumulate=muon_rules.accumulate, apply=muon_rules.accumulate)
+    with raises(RuleError, "two arguments, (update, group)", "first step"):
+        matrix_rule(accumulate=muon_rules.accumulate, apply=muon_rules.apply)(lambda update: update)

@@ -192,7 +192,9 @@ def test_rules_that_look_at_whole_params() -> None:
     """Muon's momentum is of matrices alone, whose slices travel in bf16 to their owners and back if each is cut."""
     model, ranks, way = transformer(10**7), 8, Way(1, True, torch.bfloat16, release_gradients=True)
     muon = ShardedMuon([torch.zeros(1, 1)], adamw={"amsgrad": True})
-    matrices = sum(param.numel() for param in model.parameters() if param.ndim == 2)
+    shaped = {name: param.shape for name, param in model.named_parameters() if param.ndim == 2}
+    hidden = [shape for name, shape in shaped.items() if "rows" not in name]  # all but the embedding
+    matrices = sum(shape.numel() for shape in hidden)
     alone = Options(tuning=Tuning(bucket_bytes=1))  # each matrix has a bucket
     need, plain = (
         plan(model, each, ranks, dataclasses.replace(way, release_gradients=False), alone) for each in (muon, ADAMW)
@@ -203,8 +205,12 @@ def test_rules_that_look_at_whole_params() -> None:
     assert need.moved["wire"] - plain.moved["wire"] == 4 * matrices * (ranks - 1) // ranks**2
     for optimizer in (muon, ShardedLAMB([torch.zeros(1)])):
         assert not plan(model, optimizer, ranks, way).way.release_gradients
+    factored = plan(model, ShardedAdafactor([torch.zeros(1)]), ranks, dataclasses.replace(way, release_gradients=False))
+    vectors = 4 * (10**7 - sum(shape.numel() for shape in shaped.values()))
+    means = 4 * sum(sum(shape) for shape in shaped.values())
+    assert sum(factored.bytes["state"].values()) == pytest.approx(means + vectors / ranks, rel=0.05)
     assert plan(model, ADAMW, ranks, way).way.release_gradients
-    count = sum(param.ndim == 2 for param in model.parameters())
+    count = len(hidden)
     assert (need.matrices.matrices, need.matrices.whole, need.matrices.sliced) == (count, 0, matrices)
     packed, plain = (plan(model, each, 2, Way(1, True, torch.bfloat16)) for each in (muon, ADAMW))
     assert (packed.matrices.whole, packed.matrices.sliced, packed.matrices.padding) == (count, 0, 0)
