@@ -1,8 +1,8 @@
 """Makes masters and averages follow params that something other than an update wrote.
 
 Weights and states may be loaded in either order. :class:`shardopt.domain.param.MasterState` says what each event makes
-of a master. The next step compares a whole fp32 master that was loaded with the weights, here. A split one that does
-not round to its param waits in ``Shard.unmatched_masters`` until then.
+of a master. The next step compares a loaded fp32 master to the weights, here. A split one that does not round to its
+param waits in ``Shard.unmatched_masters`` until then.
 """
 
 from __future__ import annotations

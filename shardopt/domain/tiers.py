@@ -2,7 +2,7 @@
 
 A new tier is a store in ``offload/``, the word by which users name it (:class:`shardopt.config.Offload`), and a branch
 in :func:`tier_of` and :func:`make_store`. ``opt.memory()``, checkpoints and ``opt.offload()`` ask the store. The
-planner (``tools/plan.py``) has a list of its own: the tiers that it has numbers for.
+planner has a list of its own (``tools/ways.py``): the tiers that it has numbers for.
 """
 
 from __future__ import annotations

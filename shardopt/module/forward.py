@@ -321,7 +321,7 @@ class Forward:
                 self._gatherer.done(unit)
 
     def end_backward(self, completed: bool) -> None:
-        """Reshards all units: backward has ended, or was abandoned."""
+        """Reshards the units in use, but for those kept until the step: backward has ended, or was abandoned."""
         self._gatherer.end_pass(completed)
         for unit, calls in self._using.items():
             for _ in range(calls):

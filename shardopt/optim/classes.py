@@ -1,4 +1,4 @@
-"""The public optimizers: ``Sharded`` + the torch name, with torch's arguments, then shardopt's keywords.
+"""The public optimizers of elementwise rules: ``Sharded`` and the torch name, with torch's arguments, then our own.
 
 A class here is its signature: :func:`.like.like` lets the torch class of the same name check the arguments. The
 keywords after torch's are those of :class:`shardopt.config.Options`; ``scripts/options.py`` writes them into each

@@ -10,8 +10,8 @@
 6. gather: the updated shards travel to the other ranks, each as soon as it is updated;
 7. commit: step counts, and versions, so that autograd sees that the params were written.
 
-Phases 2 to 4 change nothing, and phase 1 nothing that a second attempt would not do as well: what is wrong on any rank
-until then is raised on all of them.
+Phases 2 to 4 change no param and no state, and phase 1 nothing that a second attempt would not do as well: what is
+wrong on any rank until then is raised on all of them.
 """
 
 from __future__ import annotations
