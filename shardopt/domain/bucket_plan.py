@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,10 +120,10 @@ def plan_buckets(
         return is_whole, stage, unit, str(param.dtype), formats_of(param).key, *variant
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
-    backward = sorted(reversed(candidates), key=key)
+    backward = sorted(((key(each), each) for each in reversed(candidates)), key=itemgetter(0))
     plan, packer = [], Packer(num_shards)
-    for _, same_kind in groupby(backward, key=key):
-        kind = list(same_kind)
+    for _, same_kind in groupby(backward, key=itemgetter(0)):
+        kind = [each for _, each in same_kind]
         _, first, group = kind[0]
         is_whole, states = stays_whole(first), rule.variant(group, first.shape).states
         most = bucket_bytes(first.device) if is_whole or unit_of is None else None

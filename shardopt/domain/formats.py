@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
@@ -43,7 +44,7 @@ class StreamFormats:
     states: Mapping[str, Format]
     gradient: Format = FP32
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[str, ...]:
         """Equal for params that may share a bucket."""
         return ("" if self.master is None else self.master.name, *(each.name for each in self.states.values()))

@@ -56,7 +56,7 @@ REACH = {
 }
 EVENTS = {
     "a step updates the param": step,
-    "a state is loaded, whose master fits the param": load(WEIGHTS),
+    "a state is loaded, whose master is whole or fits": load(WEIGHTS),
     "a state is loaded, with the halves of others": load(OTHERS),
     "a state is loaded, without a master, in halves": load(None),
     "refresh_masters()": lambda param, opt: opt.refresh_masters(),

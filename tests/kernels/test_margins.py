@@ -152,8 +152,9 @@ def in_sums(rows: Sequence[tuple[str, str]]) -> set[str]:
     executed = set()
     formats = {each.name: each for each in (FP32, BF16, FP16)}
     params = (*IN_BANDS, *WITHOUT)
-    for (name, grads), of_format in zip(rows, (params, params[::2], params[1::2]), strict=True):
-        before = every_piece(of_format, formats[name], grads)
+    of_format = {"fp32": params, "bf16": params[::2], "fp16": params[1::2]}
+    for name, grads in rows:
+        before = every_piece(of_format[name], formats[name], grads)
         expected = added_up(native_backend, before, FACTORS)
         with on_ptx() as driver:
             found = added_up(triton_backend, before, FACTORS)
