@@ -70,7 +70,8 @@ class RollCall:
         """Sends this rank's status to all other ranks, without waiting for theirs."""
         ranks = self._ranks
         self._own = torch.tensor([status])
-        self._others = [torch.empty_like(self._own) for _ in range(ranks.size)]
+        # Zeros are ISSUED: torch's fake groups, by which one process measures many ranks, deliver no message.
+        self._others = [torch.zeros_like(self._own) for _ in range(ranks.size)]
         tag = self._tag + self._sent % _CALLS
         self._sent += 1
         self._pending = ranks.exchange_slices([self._own] * ranks.size, self._others, tag, self._phase)
