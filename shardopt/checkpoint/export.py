@@ -111,13 +111,15 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
         return tensor
 
     groups, counts = optimizer["groups"], optimizer["counts_steps"]
-    words = dict.fromkeys(group["values"].get(KEY) for group in groups)
+    # A group that names no rule takes the optimizer's first one.
+    word_of = [group["values"].get(KEY, optimizer["rule"]) for group in groups]
+    words = dict.fromkeys(word_of)
     if len(words) == 1 or not words.keys() <= _CLASSES.keys():
         return _dict_of(checkpoint, groups, counts, placed), contents
     by_class = {}
     for word in words:
         made, class_counts = _CLASSES[word]
-        own = [group for group in groups if group["values"][KEY] == word]
+        own = [group for group, its in zip(groups, word_of, strict=True) if its == word]
         found = by_class[made.__name__] = _dict_of(checkpoint, own, counts and class_counts, placed)
         found["param_groups"] = [_of_class(made, group) for group in found["param_groups"]]
     return by_class, contents

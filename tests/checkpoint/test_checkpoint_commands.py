@@ -86,11 +86,14 @@ def test_exports_and_files_are_read_by_torch_and_safetensors(
     assert any("cells.4.weight" in line and "exp_avg_sq" in line and "[24, 24]" in line for line in table.splitlines())
 
 
-def test_two_rules_are_exported_as_two_classes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [True, False], ids=["each group names its rule", "one does not"])
+def test_two_rules_are_exported_as_two_classes(names: bool, tmp_path: Path) -> None:
     """torch's Muon and AdamW load what one optimizer of both kinds saved, and go on as it does."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(7, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 7))
-    optimizer = ShardedMuon(model, lr=0.02, adamw={"lr": 0.01})
+    own = list(model.parameters())
+    groups = [{"params": [own[1]]}, {"params": [own[0], *own[2:]], "rule": "adamw"}]
+    optimizer = ShardedMuon(model if names else groups, lr=0.02, adamw={"lr": 0.01})
     optimizer.param_groups[0]["of"] = "the user"
 
     def backward(params: Sequence[torch.Tensor]) -> None:
