@@ -3,7 +3,8 @@
 #
 #   bash scripts/disturbed_tests.sh [--load TIMES] [--random TIMES]     default: 5 times each
 #
-# A line for each run, and its output in a file when it failed. Environment: BUSY, the number of busy processes (4).
+# A line for each run, which is added to tests/results/disturbed.md too, and its output in a file when it failed.
+# Environment: BUSY, the number of busy processes (4).
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 load=5 random=5
@@ -17,9 +18,18 @@ while (($#)); do
 done
 
 outputs=$(mktemp -d)
+results=$root/tests/results/disturbed.md
+commit=$(git -C "$root" rev-parse --short HEAD)
 busy=()
 stop() { if ((${#busy[@]})); then kill "${busy[@]}" 2>/dev/null || true; fi; busy=(); }
 trap stop EXIT
+
+# A run's name and pytest's last line; then, for people, where its output is.
+note() {
+    local counts=${2//=/}
+    printf '| %s | %s | %s |%s |\n' "$(date +%F)" "$commit" "$1" "${counts% }" >>"$results"
+    printf '%s:%s %s\n' "$1" "${counts% }" "${3:-}"
+}
 
 failed=0
 run() {
@@ -27,10 +37,10 @@ run() {
     output=$outputs/$(tr ' ' '-' <<<"$name").log
     shift
     if "$@" >"$output" 2>&1; then
-        printf '%s: %s\n' "$name" "$(tail -n 1 "$output")"
+        note "$name" "$(tail -n 1 "$output")"
         rm "$output"
     else
-        printf '%s: FAILED, see %s\n' "$name" "$output"
+        note "$name" "$(tail -n 1 "$output")" "FAILED, see $output"
         failed=1
     fi
 }

@@ -1,9 +1,14 @@
-"""Mutants (``tests/mutation/``): each is one change in one place, of what steers the code; a seed draws the same."""
+"""Mutants (``tests/mutation/``): each is one change in one place, of what steers the code; a seed draws the same.
+
+Features that a script takes away are still where it looks for them.
+"""
 
 import ast
 import textwrap
 
+from tests.mutation.features import FEATURES
 from tests.mutation.mutants import Mutant, draw, mutants_of
+from tests.support.paths import ROOT
 
 SOURCE = textwrap.dedent(
     '''\
@@ -89,3 +94,11 @@ def test_a_seed_draws_the_same_from_each_folder() -> None:
     folders = [each.file.rpartition("/")[0] for each in drawn]
     assert folders.count("a") == 4 and folders.count("a/c") == 8
     assert len({each.kind for each in drawn}) > 5 and all(isinstance(each, Mutant) for each in drawn)
+
+
+def test_features_are_where_they_were() -> None:
+    for feature in FEATURES:
+        assert feature.removed_from((ROOT / feature.file).read_text())
+        for test in feature.tests:
+            path, _, name = test.partition("::")
+            assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test
