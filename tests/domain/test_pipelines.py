@@ -408,13 +408,17 @@ def trains_tied(*settings: Setting) -> None:
             assert pipeline.optimizer.grad_norm == pytest.approx(reference.step(step), rel=1e-5)
             found = {"0.weight" if name in ends else name: param for name, param in pipeline.params().items()}
             assert_close(found, reference.values())
+        pipeline.optimizer.zero_grad()
+        pipeline.optimizer.sum_tied(own, mesh["pp"].get_group())
+        assert own.grad is None  # no copy has one
         with pytest.raises(ShardoptError, match="that no param group of this optimizer has"):
             pipeline.optimizer.sum_tied(nn.Parameter(torch.ones(1)), mesh["pp"].get_group())
         pipeline.optimizer.close()
 
 
 def test_weights_that_two_stages_hold(ranks: Pool) -> None:
-    ranks.run(trains_tied, Setting(1, "gpipe", at_once=True), Setting(3, "1f1b", "SGD"), world=4)
+    settings = (Setting(0, "gpipe", "SGD"), Setting(1, "gpipe", at_once=True), Setting(3, "1f1b", "SGD"))
+    ranks.run(trains_tied, *settings, world=4)
 
 
 # -- what a backward is ------------------------------------------------------------------------------------------------

@@ -192,6 +192,9 @@ def what_goes_wrong(stage: int, neighbours: bool) -> None:
     opt.zero_grad()
     model(batch(0)).backward()  # behind the exception there is no context
     opt.step()
+    # What DDP asks its reducer for has nobody to do it.
+    with raises(BindingError, "call optimizer.close() first", "_set_ddp_runtime_logging_sample_rate"):
+        model._set_ddp_runtime_logging_sample_rate(1)
     # Other divisors on each rank.
     with raises(DisagreementError, "divide_by_initial_world_size"), opt.join(rank == 0):
         opt.zero_grad()

@@ -115,6 +115,21 @@ def test_saves_alone(ranks: Pool) -> None:
         ranks.run(saves_alone, stage, dtype, world=3)
 
 
+def on_machines_of_their_own() -> None:
+    """Ranks share no folder for sockets: they read each other through the network."""
+    with (
+        patch.object(peers_module, "own_machine", lambda: f"machine {dist.get_rank()}"),
+        patch.dict(serve._SERVERS, clear=True),
+    ):
+        saves_alone(1, torch.float32)
+        (own,) = serve._SERVERS.values()
+        assert own._listener.family == "AF_INET"
+
+
+def test_saves_alone_where_ranks_are_on_several_machines(ranks: Pool) -> None:
+    ranks.run(on_machines_of_their_own, world=3)
+
+
 def closed_and_strange(most: tuple[int, ...] = ()) -> int:
     """Returns how many threads still answer here; waits a while for no more than ``most``, by rank."""
     rank, model = dist.get_rank(), network()

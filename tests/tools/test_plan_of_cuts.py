@@ -16,7 +16,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from shardopt import ShardedAdafactor, ShardedAdamW, ShardedMuon, ShardedOptimizer, Tuning
 from shardopt.config import Options
-from shardopt.tools.cut import Cut
+from shardopt.domain.units import units_of
+from shardopt.tools.cut import Cut, LocalParam, params_by_stage
 from shardopt.tools.decoder import transformer
 from shardopt.tools.need import Need
 from shardopt.tools.plan import Planner, groups_for, plan
@@ -215,6 +216,27 @@ def test_muon_in_a_pipeline() -> None:
 def halves_of(model: nn.Module) -> list[list[nn.ParameterList]]:
     blocks: list[Any] = list(model.children())[1:]
     return [blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]]
+
+
+class Sparse(nn.Module):
+    """A router, and experts: five modules, or one stacked weight of all five."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 5, bias=False)
+        self.experts = nn.Module() if stacked else nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(5))
+        if stacked:
+            self.experts.weight = nn.Parameter(torch.zeros(5, 3, 4))
+
+
+def test_the_first_rank_has_most_experts() -> None:
+    """Of five, two ranks have three and two: what is planned is the rank that has three."""
+    for stacked, experts in ((False, [(3, 4)] * 3), (True, [(3, 3, 4)])):
+        model = Sparse(stacked)
+        (found,) = params_by_stage(model, units_of(model), Cut(experts=2))
+        assert found[model.router.weight] == LocalParam(torch.Size([5, 4]), False)
+        assert [each.shape for each in found.values() if each.is_expert] == experts
+        assert len(found) == 1 + len(experts)
 
 
 def test_what_cannot_be_cut() -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch
 import shardopt
 from shardopt.__main__ import main
 from shardopt.tools import progress as bars
-from shardopt.tools import terminal
+from shardopt.tools import terminal, top
 from shardopt.tools.progress import progress
 from shardopt.tools.terminal import CommandResult, show
 from tests.support.paths import ROOT
@@ -91,6 +92,26 @@ def test_a_bar_waits_for_a_first_part(person: pytest.MonkeyPatch) -> None:
         advance(0)
         advance(1 << 20)
     assert "25% of 4.0 MiB" in to.getvalue()
+
+
+def test_a_live_view_shows_each_step_until_it_is_interrupted(person: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    optimizer = shardopt.ShardedSGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    optimizer.monitor(tmp_path, every=0)
+
+    def trained(seconds: float) -> None:
+        """In place of a pause."""
+        if optimizer.updates == 3:
+            raise KeyboardInterrupt
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+        optimizer.step()
+
+    trained(1.0)
+    screen = Terminal()
+    person.setattr("sys.stdout", screen)
+    person.setattr(top, "time", SimpleNamespace(sleep=trained, time=time.time))
+    assert main(["top", str(tmp_path)]) == 0
+    seen = re.findall(r"updates +(\d)", CODES.sub("", screen.getvalue()))
+    assert list(dict.fromkeys(seen)) == ["1", "2", "3"]
 
 
 def test_json_is_json(capsys: Printed) -> None:
