@@ -1,6 +1,6 @@
 """Takes one feature of the package away at a time: the tests that promise it must fail.
 
-    python -m tests.mutation.features [WORDS ...]     writes results/features.md; with words only features that have one
+    python -m tests.mutation.features [WORDS ...]     writes rows of results/features.md: all, or those with a word
 
 A feature goes by a few edits of one file, in a copy of the checkout. Its tests must pass before, and each must fail
 after. ``tests/support/test_mutation.py`` checks in every run of the tests that the edits still fit the package.
@@ -218,25 +218,34 @@ def outcome(feature: Feature, scratch: Scratch) -> list[tuple[str, str]]:
 def main() -> int:
     words = sys.argv[1:]
     scratch, wrong = Scratch(), False
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    lines = [
-        "# Features, taken away one at a time",
-        "",
-        f"`python -m tests.mutation.features` wrote this at {commit.strip()}. Every test passes with the feature.",
-        "",
-        "| without | in | test | |",
-        "|---|---|---|---|",
-    ]
+    kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    rows = {feature: [row for row in kept if row.startswith(f"| {feature.name} |")] for feature in FEATURES}
     for feature in FEATURES:
         if words and not any(word in feature.name for word in words):
             continue
+        rows[feature] = []
         for test, what in outcome(feature, scratch):
             wrong |= what != "fails"
-            lines.append(f"| {feature.name} | `{feature.file}` | `{re.sub('^tests/', '', test)}` | {what} |")
-            print(lines[-1], flush=True)
-    if not words:
-        RESULTS.write_text("\n".join([*lines, ""]))
+            test = re.sub("^tests/", "", test)
+            rows[feature].append(f"| {feature.name} | `{feature.file}` | `{test}` | {what} | {_commit()} |")
+            print(rows[feature][-1], flush=True)
+    RESULTS.write_text("\n".join([*_HEAD, *(row for feature in FEATURES for row in rows[feature]), ""]))
     return 1 if wrong else 0
+
+
+_HEAD = (
+    "# Features, taken away one at a time",
+    "",
+    "`python -m tests.mutation.features` wrote this. Every test passes with the feature.",
+    "",
+    "| without | in | test | | at |",
+    "|---|---|---|---|---|",
+)
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
