@@ -1,5 +1,6 @@
 """Checkpoints: every bit back at any number of ranks, stage and bucket size; whatever does not fit is named."""
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -194,9 +195,9 @@ def same_on_all(found: Sequence[dict[str, str]], expected: dict[str, str]) -> bo
     return found[0] == expected and all(each.items() <= expected.items() for each in found)
 
 
-def hybrid(root: Path, stage: int) -> Any:
+def hybrid(root: Path, stage: int, **formats: str) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, optimizer = build(stage, group=mesh)
+    model, optimizer = build(stage, group=mesh, **formats)
     train(model, optimizer, range(2))
     path = save(root, model, optimizer)
     sizes = [each.stat().st_size for each in sorted(path.glob("*.safetensors"))]
@@ -209,11 +210,13 @@ def loaded_alone(root: Path, **options: Any) -> dict[str, str]:
     return facts(model, optimizer)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_that_hold_copies_share_the_writing(ranks: Pool, tmp_path: Path, stage: int) -> None:
-    expected, sizes = ranks.run(hybrid, tmp_path, stage, world=4)[0]
+@pytest.mark.parametrize("stage, formats", [(0, {}), (3, {"state_format": "int8", "master": "split"})])
+def test_ranks_that_hold_copies_share_the_writing(
+    ranks: Pool, tmp_path: Path, stage: int, formats: dict[str, str]
+) -> None:
+    expected, sizes = ranks.run(functools.partial(hybrid, **formats), tmp_path, stage, world=4)[0]
     assert max(sizes) < 0.5 * sum(sizes)
-    assert ranks.run(loaded_alone, tmp_path, world=1) == [expected]
+    assert ranks.run(functools.partial(loaded_alone, **formats), tmp_path, world=1) == [expected]
 
 
 def test_another_storage_order_is_the_same_tensor(ranks: Pool, tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ def build(
     live_bytes: int = 0,
     group: Any = None,
     offload: str | None = None,
-    gradient_format: str = "fp32",
-    **options: Any,
+    transposed: bool = True,
+    **formats: str,
 ) -> Any:
     """The model, and an optimizer with two groups."""
-    model = Whole(seed, **options)
+    model = Whole(seed, transposed)
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": params[:4], "lr": 0.01}, {"params": params[4:], "weight_decay": 0.1}]
     tuning = Tuning(bucket_bytes=bucket_bytes, keep_below=200, live_bytes=live_bytes)
@@ -77,7 +77,7 @@ def build(
         "tuning": tuning,
         "process_group": group,
         "offload": offload,
-        "gradient_format": gradient_format,
+        **formats,
     }
     if kind == "AdamW":
         return model, ShardedAdamW(groups, lr=0.003, amsgrad=True, **common)
