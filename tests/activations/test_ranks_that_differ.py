@@ -150,7 +150,7 @@ def test_groups_that_say_too_little(ranks: Pool) -> None:
     ("arguments", "kind", "message"),
     [
         ({"offload": "disk"}, ValueError, "offload must be 'cpu', or None"),
-        ({"keep_below": -1}, ValueError, "keep_below .elements. must be a whole number at least 0"),
+        ({"keep_below": -1}, ValueError, "keep_below .elements. must be a whole number at least 0, found -1\\."),
         ({"check": "yes"}, TypeError, "check takes True or False"),
         ({"timeout": 0}, ValueError, "timeout .seconds. must be a number above 0"),
         ({"process_group": 7}, TypeError, "process_group takes a ProcessGroup.*found 7"),
