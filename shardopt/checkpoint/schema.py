@@ -278,9 +278,6 @@ def _check_encoded(manifest: Manifest, value: Any, where: str) -> None:
         if isinstance(each, dict | list):
             items = _items(manifest, each, where) if isinstance(each, dict) else each
             left += [(item, level + 1) for item in items]
-        else:
-            plain = each is None or isinstance(each, str | bool | int | float)
-            _demand(plain, where, each, "a plain value")
 
 
 def _items(manifest: Manifest, value: Mapping[str, Any], where: str) -> list[Any]:
