@@ -115,6 +115,8 @@ def one_is_silent(root: Path) -> None:
     def stuck(run: Any) -> Any:
         if dist.get_rank() == 1:
             moments.wait("gave up")
+        else:
+            run._seconds = 0.5  # for rank 1 in this checkpoint alone; training and the save itself have time
         return real(run)
 
     with patch.object(shardopt.checkpoint.write.RankWriter, "_write", stuck):
@@ -126,12 +128,7 @@ def one_is_silent(root: Path) -> None:
 
 
 def test_a_rank_that_never_ends_is_not_awaited_for_ever(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(one_is_silent_within_3_seconds, tmp_path / "runs", world=2)
-
-
-def one_is_silent_within_3_seconds(root: Path) -> None:
-    with patch.object(shardopt.partition.comm.group.Ranks, "seconds", 3.0):
-        one_is_silent(root)
+    ranks.run(one_is_silent, tmp_path / "runs", world=2)
 
 
 def test_errors_that_nobody_waited_for_are_told_at_the_next_save(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from shardopt import OffloadError, ShardedAdamW, Tuning
 from shardopt.kernels import native_backend
 from shardopt.offload.disk import file_io
 from shardopt.offload.disk import system as calls
-from tests.support.moments import DEADLINE
+from shardopt.offload.disk.pipeline import Pipeline
+from tests.support.moments import DEADLINE, until
 from tests.support.ranks import Pool
 from tests.support.training import raw
 
@@ -339,19 +340,51 @@ def test_an_interrupted_step_has_not_happened(tmp_path: Path) -> None:
     assert launches == 3 and training.bits() == before
 
 
+class Stalled(System):
+    """A disk that answers no read, or no write, as long as it is at work.
+
+    Waits have their time, which is short, from the first such call on. Where the threads get no core, a wait would
+    otherwise end before a transfer is under way, and nothing is left that holds the file.
+    """
+
+    def __init__(self, kind: str):
+        self._kind, self._gate, self._is_called = kind, threading.Event(), threading.Event()
+
+    def _stall(self, kind: str) -> None:
+        if kind == self._kind:
+            self._is_called.set()
+            self._gate.wait(DEADLINE)
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._stall("read")
+        return super().read(fd, buffer, offset)
+
+    def write(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._stall("write")
+        return super().write(fd, buffer, offset)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        wait = Pipeline._wait
+
+        def wait_once_stalled(pipeline: Pipeline, is_over: Callable[[], bool], what: str) -> None:
+            until(lambda: is_over() or self._is_called.is_set(), what)
+            wait(pipeline, is_over, what)
+
+        with system(self), patch.object(Pipeline, "_wait", wait_once_stalled):
+            try:
+                yield
+            finally:
+                self._gate.set()
+
+
 def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None:
     expected = undisturbed()
     training = half_way(tmp_path)
     store: Any = training.optimizer.engine.domain.store  # type: ignore[union-attr]
     store.pipeline._deadline = 0.05
-    before, gate = training.bits(), threading.Event()
-
-    class Stalled(System):
-        def write(self, fd: int, buffer: memoryview, offset: int) -> int:
-            gate.wait(DEADLINE)
-            return super().write(fd, buffer, offset)
-
-    with system(Stalled()):
+    before = training.bits()
+    with Stalled("write").at_work():
         for _ in range(2):
             with pytest.raises(OffloadError, match="does not answer"):
                 training.step(2)
@@ -359,7 +392,6 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
         with pytest.raises(OffloadError, match="does not answer"):
             store.close()  # its descriptor could become another file's under the transfer
     store.pipeline._deadline = DEADLINE
-    gate.set()
     for act in training.acts[3:]:
         act()
     assert training.bits() == expected[-1]
@@ -368,23 +400,16 @@ def test_a_disk_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None
 def test_a_disk_that_does_not_answer_holds_up_no_move(tmp_path: Path) -> None:
     expected = undisturbed()
     training = half_way(tmp_path)
-    before, gate = training.bits(), threading.Event()
+    before = training.bits()
     store: Any = training.optimizer.engine.domain.store  # type: ignore[union-attr]
     store._reads._deadline = 0.05
-
-    class Stalled(System):
-        def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-            gate.wait(DEADLINE)
-            return super().read(fd, buffer, offset)
-
-    with system(Stalled()):
+    with Stalled("read").at_work():
         for _ in range(2):
             with pytest.raises(OffloadError, match="does not answer"):
                 training.optimizer.offload("cpu")
         with pytest.raises(OffloadError, match="does not answer"):
             store.close()
     store._reads._deadline = DEADLINE
-    gate.set()
     assert training.bits() == before
     for act in training.acts[3:]:
         act()

@@ -5,8 +5,9 @@ after the other, the first one waits until a deadline, and what asked for it fai
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,8 @@ from torch.nn import Parameter
 import shardopt
 from shardopt import Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.kernels import native_backend
+from shardopt.offload.disk.file_io import TransferBuffer
+from shardopt.offload.disk.pipeline import ChunkJob, Move, Pipeline
 from tests.offload.test_offload_faults import System, system
 
 CHUNK = 4096  # bytes, the least: 1,024 elements
@@ -25,11 +28,14 @@ CHUNKS = 8  # of the long params: two rounds of the slots
 IN_FLIGHT = 4  # transfers; with 3 steps took longer
 DEADLINE = 120.0  # seconds, of a transfer that begins alone
 
-Number = int  # of a transfer of its kind, from 0
+_HAND_OVER = Pipeline._hand_over
 
 
 class Meeting(System):
     """Chosen transfers wait for each other; all others pass.
+
+    They are numbered as they are handed to the threads, which is the order of chunks. They may begin in another order,
+    where a thread that has taken one gets no core.
 
     Args:
         readers, writers: the numbers of the transfers that wait, counted from here.
@@ -40,17 +46,32 @@ class Meeting(System):
         self.barrier = threading.Barrier(len(readers) + len(writers) + others, timeout=DEADLINE)
         self.has_met = False
         self._awaited = {"read": readers, "write": writers}
-        self._begun = {"read": 0, "write": 0}
-        self._lock = threading.Lock()
+        self._handed_over = {"read": 0, "write": 0}
+        self._of_thread = threading.local()
 
     def wait(self) -> None:
         self.barrier.wait()
         self.has_met = True
 
+    def hand_over(self, pipeline: Pipeline, job: ChunkJob, moves: Sequence[Move]) -> None:
+        """As ``Pipeline._hand_over``, which runs under the pipeline's lock."""
+        kind = "read" if moves is job.reads else "write"
+        first = self._handed_over[kind]
+        self._handed_over[kind] += len(moves)
+        numbered = [partial(self._move, number, move) for number, move in enumerate(moves, first)]
+        _HAND_OVER(pipeline, job, numbered)
+
+    def _move(self, number: int, move: Move, part: TransferBuffer) -> None:
+        self._of_thread.number = number
+        try:
+            move(part)
+        finally:
+            self._of_thread.number = None
+
     def _begin(self, kind: str) -> None:
-        with self._lock:
-            number = self._begun[kind]
-            self._begun[kind] += 1
+        """At a transfer's first call; the header of a new file, say, is no transfer and has no number."""
+        number = getattr(self._of_thread, "number", None)
+        self._of_thread.number = None
         if number in self._awaited[kind]:
             self.wait()
 
@@ -59,16 +80,20 @@ class Meeting(System):
         return super().read(fd, buffer, offset)
 
     def write(self, fd: int, buffer: memoryview, offset: int) -> int:
-        if offset:  # the header of a new file is written before there is anything else
-            self._begin("write")
+        self._begin("write")
         return super().write(fd, buffer, offset)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with system(self), patch.object(Pipeline, "_hand_over", lambda *given: self.hand_over(*given)):
+            yield
 
 
 @contextmanager
 def meets(**parties: Any) -> Iterator[Meeting]:
     """What is done here brings these transfers together."""
     meeting = Meeting(**parties)
-    with system(meeting):
+    with meeting.at_work():
         yield meeting
     assert meeting.has_met, f"there were too few transfers for {parties} to begin"
 
@@ -153,7 +178,7 @@ def test_moves_state_dicts_and_checkpoints(tmp_path: Path) -> None:
     found = {}
     for name, parties, act in acts:
         meeting = Meeting(**parties)
-        with system(meeting):
+        with meeting.at_work():
             try:
                 act()
             except (threading.BrokenBarrierError, shardopt.ShardoptError) as error:

@@ -86,12 +86,10 @@ def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:
 
 
 def waits() -> tuple[float, float, float]:
-    seven = timedelta(seconds=7)
-    carries_both = dist.new_group(backend="gloo", timeout=seven)
-    return tuple(
-        Ranks(*each).seconds for each in ((for_gpus(timeout=seven), None), (carries_both, None), (None, seven))
-    )  # type: ignore[return-value]
+    own = timedelta(seconds=777)  # long, for new_group() itself waits for the other rank within it
+    carries_both = dist.new_group(backend="gloo", timeout=own)
+    return tuple(Ranks(*each).seconds for each in ((for_gpus(timeout=own), None), (carries_both, None), (None, own)))  # type: ignore[return-value]
 
 
 def test_waits_end_with_the_groups_own_timeout(ranks: Pool) -> None:
-    assert ranks.run(waits, world=2) == [(7.0, 7.0, 7.0)] * 2
+    assert ranks.run(waits, world=2) == [(777.0, 777.0, 777.0)] * 2

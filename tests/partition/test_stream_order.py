@@ -4,6 +4,8 @@ Nothing here runs on a GPU: see ``tests/support/streams``. Two uses of the same 
 whether or not a GPU would let them meet.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -11,11 +13,13 @@ from tests.mutation.waits import RESULTS, found_by, sites
 from tests.mutation.waits_unseen import UNSEEN
 from tests.support.streams import Machine
 from tests.support.streams.scenarios import TWO, Scenario, is_dear, scenarios
+from tests.support.training import one_thread
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 REORDERED = Scenario(2, way="reordered", hidden=True, bucket_bytes=TWO, depth=9, leaf_streams=16)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
 from shardopt.domain import peers as peers_module
 from shardopt.domain import serve
-from tests.support.moments import DEADLINE, until
+from tests.support.moments import DEADLINE, Moments, until
 from tests.support.ranks import Pool
 from tests.support.scripts import Done, Program
 from tests.support.training import raises, raw
@@ -189,12 +189,16 @@ def test_closed_and_strange(ranks: Pool) -> None:
 
 
 SCRIPT = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 import torch, torch.distributed as dist
 from shardopt import ShardedAdamW, Tuning
-from shardopt.domain import peers
+from shardopt.domain import peers, serve
+from tests.support.moments import Moments
 
 rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+moments = Moments(folder)
+# Longer than the test waits: both ranks leave, and one that gets no core for seconds is not given up.
+serve.HANDSHAKE = peers.HANDSHAKE = peers.SILENCE = peers.LINGER = 3600.0
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
 
 class Ordered(list):
@@ -224,10 +228,21 @@ def main():
         live_on()
     if ending == "destroyed":
         dist.destroy_process_group()
+    went_wrong = ending in ("raised", "killed")
     if rank == 0:
-        time.sleep(1.5)  # an evaluation, say
+        moments.say("trained")
+        moments.wait("left")
+        if not went_wrong:
+            # An evaluation, say. Nothing tells that a rank which should wait at its end has gone, so it gets the time.
+            time.sleep(1.5)
         torch.save(opt.state_dict(), folder + "/state.pt")
         print("saved")
+    elif went_wrong:
+        moments.wait("trained")  # its end must meet rank 0 where it saves, not in a step; the test says that it left
+    elif ending == "closed":
+        moments.say("left")
+    else:
+        atexit.register(moments.say, "left")  # runs ahead of what the package does at the interpreter's end
     if ending == "closed":
         opt.close()
     elif ending == "killed":
@@ -241,8 +256,12 @@ main()
 
 def run_forked(script: Path, folder: Path, ending: str) -> list[Done]:
     """How both ranks ended."""
-    programs = [Program(str(script), (str(rank), str(folder), ending)) for rank in range(2)]
-    return [each.wait() for each in programs]
+    first, second = (Program(str(script), (str(rank), str(folder), ending)) for rank in range(2))
+    if ending not in ("raised", "killed"):
+        return [first.wait(), second.wait()]
+    ended = second.wait()
+    Moments(folder).say("left")
+    return [first.wait(), ended]
 
 
 def run_fresh(script: Path, folder: Path, ending: str) -> list[Done]:

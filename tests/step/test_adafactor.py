@@ -6,7 +6,7 @@ params and margins are equal wherever shards end.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +37,7 @@ from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.streams import Machine
 from tests.support.sweep import drawn, grid
+from tests.support.training import one_thread
 
 KEYWORDS: list[dict[str, Any]] = [
     {},
@@ -289,16 +290,8 @@ def test_sums_of_shards_show_and_clipped_steps_are_close(ranks: Pool) -> None:
 # -- on a device -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("offload", [None, Offload(step="gpu"), Offload(step="cpu")])
+@one_thread()
 def test_a_device_has_the_same_bits(offload: Any) -> None:
     """On the stand-in of CUDA: sums of several buckets, margins by way of the host, factors back on the device."""
     start = values()

@@ -14,6 +14,7 @@ from torch import nn
 from shardopt import ShardedAdamW, ShardedOptimizer, Tuning
 from tests.support.streams import Machine
 from tests.support.streams.counts import BLOCKING_COPIES, COLLECTIVES, HOST_WAITS, KERNELS
+from tests.support.training import one_thread
 
 WIDTH = 48  # a weight is a bucket
 FEW, MANY = 4, 12  # buckets
@@ -124,8 +125,8 @@ def costs(name: str) -> dict[str, Cost]:
 
 
 @pytest.mark.parametrize("name", BUDGETS)
+@one_thread()
 def test_costs_of_today(name: str) -> None:
-    torch.set_num_threads(1)
     assert {phase: cost for phase, cost in costs(name).items() if cost != Cost() or phase in BUDGETS[name]} == BUDGETS[
         name
     ]
@@ -133,8 +134,8 @@ def test_costs_of_today(name: str) -> None:
 
 # What the first kernel of the next forward waits for; the goal is one of them, its own.
 @pytest.mark.parametrize("stage", (1, 2))
+@one_thread()
 def test_the_next_forward_waits_for_all_gathers(stage: int) -> None:
-    torch.set_num_threads(1)
     with Machine(world=8) as machine:
         iteration = Iteration(machine, f"stage {stage}", FEW)
         iteration.run()
@@ -160,7 +161,7 @@ def waits_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "_streams", names["_streams"])
 
 
+@one_thread()
 def test_a_new_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     waits_in_step(monkeypatch)
     assert costs("stage 1")["step"] == BUDGETS["stage 1"]["step"]._replace(host_waits=(1, 0))

@@ -3,8 +3,8 @@
 import copy
 import inspect
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from shardopt.rules import muon as muon_rules
 from tests.support import comparing
 from tests.support.offloaded import on_a_gpu
 from tests.support.ranks import Pool
-from tests.support.training import raises
+from tests.support.training import one_thread, raises
 from tests.support.wire import counting
 
 SHAPES = [(40, 24), (7, 300), (64, 64), (1, 5), (33, 65), (130, 17), (3, 2)]
@@ -72,16 +72,6 @@ def gradients(step: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Ten
     """The same on every rank, of so few bits that their sum over three ranks is exact."""
     generator = torch.Generator().manual_seed(step + 1)
     return [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def of_torch(keywords: dict[str, Any]) -> list[bytes]:

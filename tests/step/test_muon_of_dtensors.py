@@ -3,8 +3,8 @@
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from tests.support import composed
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.tensor_parallel import in_parallel, loss, mesh_of, model_of
-from tests.support.training import raises
+from tests.support.training import one_thread, raises
 
 STEPS = 3
 
@@ -117,16 +117,6 @@ def gradients(cases: Sequence[Case], step: int) -> list[Tensor]:
     """The same on every rank, of so few bits that sums are exact."""
     generator = torch.Generator().manual_seed(step + 1)
     return [torch.randn(case.shape, generator=generator).bfloat16().float() for case in cases]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def of_torch(cases: Sequence[Case], keywords: dict[str, Any], steps: int = STEPS) -> list[bytes]:

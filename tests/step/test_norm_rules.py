@@ -4,7 +4,7 @@ Gradients are integers that autograd makes, the same on every rank, so that thei
 of ranks. Shards cut params in the midst: what is taken of a shard's elements alone is another norm.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,6 +42,7 @@ from tests.support.ranks import Pool
 from tests.support.streams import Machine
 from tests.support.streams.scenarios import Scenario
 from tests.support.sweep import drawn, grid
+from tests.support.training import one_thread
 
 SHAPES = ((50, 33), (300,), (7, 11, 13), (1,), (3, 700), (0, 4))
 
@@ -271,16 +272,8 @@ def test_norms_of_shards_show(fault: str, ranks: Pool) -> None:
 # -- on a device -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("tier", ["memory", "ring", "CPU step"])
+@one_thread()
 def test_passes_are_in_order_on_a_device(tier: str) -> None:
     """On the stand-in of CUDA: what a pass wrote is there for the next one, through each tier."""
     assert Scenario(2, tier, way="once", options={"clip_update": 1.0}).run().races == []
@@ -297,8 +290,8 @@ def stepped(params: Sequence[nn.Parameter], move: Callable[[Tensor], Tensor], of
     return opt
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("offload", [None, Offload(step="gpu"), Offload(step="cpu")])
+@one_thread()
 def test_shards_that_share_launches_have_the_same_bits(offload: Any) -> None:
     """Several buckets of a device take each pass together, and each param gets its own norms."""
     shapes = ((30, 40), (900,), (5, 300), (20, 64))

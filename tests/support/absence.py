@@ -7,7 +7,7 @@ All other waits last longer than the job may: one that nobody ends is a failure.
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -89,12 +89,17 @@ def given_up(absent: Collection[int], roll: Roll) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def in_no_hurry() -> Iterator[None]:
+def in_no_hurry() -> AbstractContextManager[None]:
     """Within it, no wait for a message has a short deadline: where ranks are only slow, none may be given up."""
+    return waiting_for(LATER)
+
+
+@contextmanager
+def waiting_for(seconds: float) -> Iterator[None]:
+    """Within it, a wait for a message lasts so long, whatever deadline the optimizer has. Few: for what must fail."""
 
     def wait(ranks: Ranks, pending: Pending, limit: timedelta | None = None) -> None:
-        with _deadline(ranks, LATER):
+        with _deadline(ranks, seconds):
             _WAIT(ranks, pending)
 
     with patch.object(Ranks, "wait", wait):

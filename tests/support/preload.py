@@ -27,6 +27,8 @@ import shardopt.activations.partition
 import shardopt.checkpoint.load
 import shardopt.checkpoint.prepare
 import shardopt.checkpoint.save
+import shardopt.domain.peers
+import shardopt.domain.serve
 import shardopt.engine  # and all below it: a module that loads while a test has patched another keeps what it saw
 import shardopt.kernels.native_backend
 import shardopt.kernels.native_formats
@@ -41,6 +43,9 @@ if hasattr(os, "SCHED_BATCH"):
     # took a fifth of the processor. Threads of this policy, which those forked from here have too, wait for their turn.
     with suppress(OSError):  # a sandbox that forbids it makes tests slower, not wrong
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# Ten seconds are a stranger's time. On a busy machine a rank may get no core for as long, and is not dropped for it.
+# Tests of strangers set a short time.
+shardopt.domain.serve.HANDSHAKE = shardopt.domain.peers.HANDSHAKE = 600.0
 for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
     torch.use_deterministic_algorithms(is_deterministic)
 kernel_cache.install()

@@ -63,6 +63,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it, or in a function under ``@one_thread()``, torch computes on one thread; then on as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
     """That error, with all these words in it."""
     try:
