@@ -92,7 +92,7 @@ def test_what_is_gathered() -> None:
 def test_states_of_a_unit(row: tuple[str, str, str]) -> None:
     start, event, end = UnitState[row[0]], row[1], UnitState[row[2]]
     model = nn.Linear(32, 32)
-    weight = model.weight.detach().clone()
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
     opt = ShardedSGD(model, lr=0.1, stage=3, tuning=Tuning(keep_below=0))
     opt.bind()
     gatherer: Gatherer = opt.engine.domain.gatherer
@@ -112,5 +112,5 @@ def test_states_of_a_unit(row: tuple[str, str, str]) -> None:
     )
     if end is UnitState.UNSHARDED:
         gatherer.need(unit)
-        assert torch.equal(model.weight, weight)
+        assert torch.equal(model.weight, weight) and torch.equal(model.bias, bias)
     opt.close()
