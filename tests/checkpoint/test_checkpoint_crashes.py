@@ -236,11 +236,13 @@ def test_ten_thousand_crashes(tmp_path: Path, model: Any, monkeypatch: pytest.Mo
     assert simulate(tmp_path / "runs", model, 350, monkeypatch) >= 10_000
 
 
-@pytest.mark.parametrize("lazy", ["sync", "sync_directory"])
+@pytest.mark.parametrize(
+    ("lazy", "noticed"), [("sync", "published, and not whole"), ("sync_directory", "not collected: \\['saving-")]
+)
 def test_what_is_not_synced_would_be_noticed(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, lazy: str
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, lazy: str, noticed: str
 ) -> None:
-    with pytest.raises((AssertionError, CheckpointError)):
+    with pytest.raises((AssertionError, CheckpointError), match=noticed):
         simulate(tmp_path / "runs", model, 12, monkeypatch, (lazy,))
 
 

@@ -148,9 +148,10 @@ def test_manifests_that_nobody_can_have_written(tmp_path: Path) -> None:
             offset=c["tensors"]["params"]["0.weight"]["exp_avg"]["ranges"][0]["offset"]
         ),
     ]
-    for number, change in enumerate(changes):
+    words = ["saved ranges of param of '0.weight' do not make up its"] * 9 + ["which no rank writes", "overlap"]
+    for number, (change, told) in enumerate(zip(changes, words, strict=True)):
         (path / "manifest.json").write_bytes(changed(change))
-        with raises(CheckpointError, "overlap" if change is changes[-1] else ""):
+        with raises(CheckpointError, told):
             shardopt.load_checkpoint(path, *small(1))
         assert verify(path), number
     (path / "manifest.json").write_bytes(changed(lambda c: None))

@@ -235,7 +235,7 @@ def refused(path: Path, cases: dict[str, Forge], is_seen_without_a_model: bool) 
                                                      "format version")), (name, problem)  # fmt: skip
         if is_seen_without_a_model:
             assert verify(path), name
-            with raises(CheckpointError):
+            with raises(CheckpointError, str(problem)):  # in the same words
                 list(describe(path))
         (path / "manifest.json").write_bytes(good)
     assert facts(model, optimizer) == before and model[0].calls == calls
@@ -286,18 +286,22 @@ def test_carried_scalars_and_short_formats_are_checked_too(tmp_path: Path) -> No
     short = {"state_format": "int8", "tuning": shardopt.Tuning(compress_from=1)}
     path = save(tmp_path / "short", *built(0, **short))
     good = (path / "manifest.json").read_bytes()
-    changes: list[Forge] = [
-        lambda c: c["tensors"]["params"]["0.weight"].pop("exp_avg.scales"),
-        lambda c: weight(c, "exp_avg.scales").update(dtype="I32"),
-        lambda c: weight(c, "exp_avg.scales").update(shape=[2, 2], strides=[2, 1]),
-        lambda c: weight(c, "exp_avg").update(encoding="nothing"),
-        lambda c: weight(c, "exp_avg").pop("encoding"),
+    scales, states = (
+        "an fp32 scale for each block belongs",
+        "exp_avg = torch.uint8, where floating point numbers belong",
+    )
+    changes: list[tuple[Forge, str]] = [
+        (lambda c: c["tensors"]["params"]["0.weight"].pop("exp_avg.scales"), scales),
+        (lambda c: weight(c, "exp_avg.scales").update(dtype="I32"), scales),
+        (lambda c: weight(c, "exp_avg.scales").update(shape=[2, 2], strides=[2, 1]), scales),
+        (lambda c: weight(c, "exp_avg").update(encoding="nothing"), "the encoding 'nothing' is not known"),
+        (lambda c: weight(c, "exp_avg").pop("encoding"), states),
     ]
     model, optimizer = built(1, **short)
     before = facts(model, optimizer)
-    for change in changes:
+    for change, told in changes:
         forged(path, change)
-        with raises(CheckpointError):
+        with raises(CheckpointError, told):
             shardopt.load_checkpoint(path, model, optimizer)
         (path / "manifest.json").write_bytes(good)
     assert facts(model, optimizer) == before

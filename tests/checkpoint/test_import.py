@@ -136,8 +136,10 @@ def go_on(case: str, root: Path, stage: int) -> dict[str, torch.Tensor]:
     """Some steps from the import; full-precision params and moments, whole on rank 0."""
     model = model_of(case)
     options: dict[str, Any] = {"amsgrad": True} if case == "plain" else {}
+    options["tuning"] = shardopt.Tuning(keep_below=0)  # or stage 3 keeps these small params whole, as stage 2 does
     optimizer = shardopt.ShardedAdamW(groups(model), lr=9.0, module=model, stage=stage, **options)
     shardopt.load_checkpoint(root, model, optimizer)
+    assert ("embed" in optimizer.units) == (stage == 3)  # its param is trained; that of "fixed" is sharded by itself
     for step in steps_on(case):
         optimizer.zero_grad()
         loss(model, step).backward()

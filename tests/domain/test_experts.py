@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
-from shardopt import Tuning, load_checkpoint, save_checkpoint
+from shardopt import DisagreementError, Tuning, load_checkpoint, save_checkpoint
 from shardopt.errors import BindingError, CommunicationError, OffloadError, ShardoptError
 from tests.support.composed import OPTIONS, STATES, Block, assert_close, batch, loss_of, whole
 from tests.support.linear_moe import BATCHES, LinearMixture
 from tests.support.moe import NUM, Expert, Mixture, WholeModel, close, groups_of, is_of, mixtures, name_of
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep_at_once
+from tests.support.training import raises
 
 STEPS, SAVED_AT = 6, 3
 MAX_NORM = 0.05  # every step is clipped
@@ -297,12 +298,15 @@ class Decisions:
         # At the end of a backward, on the ranks of one expert: all others hear of it there, and none waits in step().
         (follower,) = self.optimizer.engine.takeover.backward.followers
         fails = patch.object(follower, "_fill_sums", side_effect=Odd("of one expert"))
-        with fails if self.is_odd else nullcontext(), pytest.raises(Odd if self.is_odd else CommunicationError):
+        told = raises(CommunicationError, "left this backward after an error of its own", "are unchanged")
+        with raises(Odd, "of one expert") if self.is_odd else told, fails if self.is_odd else nullcontext():
             self.backward()
         with pytest.raises(ShardoptError, match="a part of a backward only"):
             self.optimizer.step()
         if has_closure:
-            with pytest.raises(Odd if self.is_odd else ShardoptError):
+            words = ("between forward and backward",)
+            told = raises(DisagreementError, "rank 1 cannot take this step, so no rank does", *words)
+            with raises(Odd, *words) if self.is_odd else told:
                 self.optimizer.step(self.closure)
         self.optimizer.zero_grad()
         assert self.bits() == before

@@ -19,5 +19,6 @@ def test_no_title_dangles() -> None:
                     begun[title] += 1
                 else:
                     referred[title] = f"{path.name}: {line.strip()}"
+    assert begun and referred  # there are some, and NOTE finds them
     assert {title: where for title, where in referred.items() if title not in begun} == {}
     assert [title for title, count in begun.items() if count > 1] == []

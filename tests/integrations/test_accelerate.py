@@ -99,6 +99,8 @@ def run(folder: str, kind: str, begin: int, end: int, bf16: bool, safe: bool) ->
             if kind == "stage 3":  # inside of unsharded(), as scripts that export do
                 with opt.optimizer.unsharded():
                     accelerator.save_model(model, f"{folder}/whole", safe_serialization=True)
+                    if accelerator.is_main_process:
+                        torch.save(plain(accelerator.unwrap_model(model)), f"{folder}/whole.pt")
         if step == end:
             break
     found = {"loss": losses, "norm": norms, "rate": rates}
@@ -138,8 +140,10 @@ def resume(folder: str, expected: list[dict[bool, Run]]) -> None:
         assert distance < (0.1 if bf16 else 1e-3), f"{name}: {distance}"
     from safetensors.torch import load_file
 
-    whole = load_file(f"{folder}/stage 3/whole/model.safetensors")
-    assert set(whole) | {"head.weight"} == set(Net().state_dict()) | {"head.weight"}
+    # What was exported in the middle of the training is what the model held then; it names one tied param once.
+    whole, held = load_file(f"{folder}/stage 3/whole/model.safetensors"), torch.load(f"{folder}/stage 3/whole.pt")
+    assert set(whole) | {"head.weight"} == set(held) == set(Net().state_dict()) | {"head.weight"}
+    assert all(torch.equal(value, held[name]) for name, value in whole.items())
 
 
 def skipped() -> None:

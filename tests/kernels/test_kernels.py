@@ -287,7 +287,9 @@ def test_no_other_divisor_is_folded(divisor: float) -> None:
 def test_a_step_does_not_divide(backend: Backend) -> None:
     spec = StepSpec(take_gradient.variant({}), FP32, FP32)
     gradients, _grad = lone(torch.ones(1))
-    param = torch.zeros(BLOCK)
+    param, other = torch.zeros(BLOCK), torch.zeros(BLOCK)
+    backend.step(spec, Streams(other, None, ()), gradients, torch.empty((1, 0)), Factors(divisor=1))
+    assert float(other[0]) == 1  # so it is the divisor that the next call is refused for
     with pytest.raises(AssertionError):
         backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0)), Factors(divisor=2))
     assert not bool(param.any())

@@ -110,7 +110,10 @@ def each_piece_may_hold_the_largest(stage: int, mesh: bool) -> None:
     numel, size = 12 * BLOCK, dist.get_world_size()
     model = Product(numel)
     group = init_device_mesh("cpu", (2, size // 2)) if mesh else None
-    opt = ShardedSGD(model, lr=0.1, stage=stage, process_group=group)
+    tuning = Tuning(keep_below=0)  # or stage 3 keeps the param whole, as stage 2 does
+    opt = ShardedSGD(model, lr=0.1, stage=stage, process_group=group, tuning=tuning)
+    opt.bind()
+    assert bool(opt.units) == (stage == 3)
     for at in range(0, numel, BLOCK):
         opt.zero_grad()
         x = torch.ones(numel)
@@ -175,7 +178,9 @@ def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
     """Memory runs out on rank 1 where it sums its slices up: the others hear of it at once, and all go on."""
     rank, numel = dist.get_rank(), 6 * BLOCK
     model = Product(numel)
-    opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours))
+    opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours, keep_below=0))
+    opt.bind()
+    assert bool(opt.units) == (stage == 3)
     add_totals = native_backend.add_totals
 
     def fails(*arguments: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardopt import ShardedSGD, ShardoptError
+from shardopt import ShardedSGD, ShardoptError, Tuning
 from shardopt.module.backward import RoundState
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -39,8 +39,10 @@ class Walk:
 
     def __init__(self, stage: int) -> None:
         self.model = Net()
-        self.opt = ShardedSGD(self.model, lr=0.1, stage=stage)
+        tuning = Tuning(keep_below=0)  # or stage 3 keeps these small params whole, as stage 2 does
+        self.opt = ShardedSGD(self.model, lr=0.1, stage=stage, tuning=tuning)
         self.opt.bind()
+        assert bool(self.opt.units) == (stage == 3)
         self.seen: list[RoundState] = []
 
     @property

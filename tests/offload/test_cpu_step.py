@@ -112,7 +112,7 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], streams:
             optimizer.close()
     for name, found in ends.items():
         assert [mine == theirs for mine, theirs in zip(found, ends["still"], strict=True)] == [True] * len(found), name
-    assert not any(os.listdir(each) for each in (tmp_path, tmp_path / "elsewhere") if each != tmp_path)
+    assert os.listdir(tmp_path) == ["elsewhere"] and not os.listdir(tmp_path / "elsewhere")
 
 
 @sweep({"master": ("split", "fp32", "none"), "streams": (AsLateAsAllowed, AtOnce)}, strength=1)

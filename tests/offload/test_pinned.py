@@ -112,6 +112,7 @@ def test_memory_that_cannot_be_given_back_fails_no_later_launch() -> None:
         pages._registered[4096] = torch.empty(4096, dtype=torch.uint8)
         runtime.refuses = True
         del pages
+        assert [call for call, *_ in runtime.calls] == ["give back"]
         runtime.launch()
 
 

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -186,10 +187,10 @@ def autograd_sees_the_write() -> None:
         loss = second(first(torch.ones(1, 4))).sum()
         loss.backward(retain_graph=True)
         opt.step()
-        with raises(RuntimeError, "modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
             loss.backward()
-        messages.append(True)
-    assert len(messages) == 2
+        messages.append(str(caught.value).partition(", is at version")[0])  # torch writes once more than we do
+    assert messages[0] == messages[1]
 
 
 def several_at_once() -> None:

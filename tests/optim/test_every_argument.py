@@ -243,7 +243,13 @@ def prepared(given: dict[str, Any], _: Path) -> None:
 
 
 def verified(given: dict[str, Any], _: Path) -> None:
-    if "arguments" in given:
+    if "arguments" in given:  # both optimizers get them, and refuse what they do not know: torch's, which is first, ...
+        with pytest.raises(TypeError, match=r"^SGD\.__init__\(\) got .*'nobody'"):
+            verified({"nobody": given["arguments"]}, _)
+        # ... and shardopt's, where torch's takes anything.
+        takes_anything = {"reference": lambda params, **_: torch.optim.SGD(params)}
+        with pytest.raises(TypeError, match=r"^ShardedSGD\.__init__\(\) got .*'nobody'"):
+            verified({"nobody": given["arguments"], **takes_anything}, _)
         return
     call = {
         "build": lambda: small()[0],

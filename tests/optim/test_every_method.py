@@ -68,9 +68,9 @@ def called(method: str, argument: str, value: Any) -> None:
     opt = ShardedSGD(module, momentum=0.9, ema=0.5)
     module(torch.ones(1, 4)).sum().backward()
     opt.step()
+    if argument == "keywords":
+        argument = "nobody"  # torch's Join hands its keywords to all that take part: those of others are let alone
     try:
-        if argument == "keywords":
-            return
         found = getattr(opt, method)(**{**GIVEN.get(method, {}), argument: value})
         if isinstance(found, AbstractContextManager):
             with found:

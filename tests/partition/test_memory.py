@@ -67,6 +67,7 @@ def test_pages_in_use_are_not_taken() -> None:
     one, other = filled(NBYTES, 7), filled(NBYTES, 9)
     with pytest.raises(AssertionError):
         other.allocate(one)
+    assert (one.tensor == 7).all() and (other.tensor == 9).all()
 
 
 def test_pages_that_nobody_takes_go_back() -> None:

@@ -58,12 +58,15 @@ def skips_and_tells(stage: int | None) -> None:
     for value in (math.nan, math.inf):
         model = Net()
         spoil(model, value)
-        opt = ShardedAdamW(model if stage else model.parameters(), max_grad_norm=1.0, stage=stage or 1)
+        tuning = Tuning(keep_below=0)
+        params = model if stage else model.parameters()
+        opt = ShardedAdamW(params, max_grad_norm=1.0, stage=stage or 1, tuning=tuning)
         loss_of(model, 0).backward()
         with pytest.warns(UserWarning, match="skipped this step") as caught:
             opt.step()
         assert caught[0].filename == __file__  # the line of the script
         assert str(opt.grad_norm) == str(value) and opt.updates == 0
+        assert bool(opt.units) == (stage == 3)
 
 
 def test_a_skipped_step_tells_torchs_norm(ranks: Pool) -> None:

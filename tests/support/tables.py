@@ -8,4 +8,6 @@ def rows_of(states: type[Enum]) -> list[tuple[str, str, str]]:
     """(state, event, state after it) of each row in the docstring of an enum."""
     names = "|".join(each.name for each in states)
     row = re.compile(rf"^ *({names}) +(\S.*?)  +({names})$", re.MULTILINE)
-    return [(before, event, after) for before, event, after in row.findall(states.__doc__ or "")]
+    rows = [(before, event, after) for before, event, after in row.findall(states.__doc__ or "")]
+    assert {before for before, _, _ in rows} == {each.name for each in states}, f"{states.__name__}: rows are not found"
+    return rows

@@ -87,16 +87,17 @@ def has_no_address(stage: int) -> None:
     other = torch.ones(300, 300)
     for part in parts:
         assert isinstance(part, Part)
-        for refused in (
-            lambda part=part: part.apply_(abs),
-            lambda part=part: part.map_(other, lambda mine, its: mine),
-            lambda part=part: part.map2_(other, other, lambda mine, its, more: mine),
-            lambda part=part: part.const_data_ptr(),
-            lambda part=part: part.share_memory_(),
-            lambda part=part: np.from_dlpack(part),
-            lambda part=part: torch.from_dlpack(part),
+        shared = "before module.share_memory()" if stage == 2 and part is parts[0] else "untyped_storage() was called"
+        for refused, words in (
+            (lambda part=part: part.apply_(abs), "apply_() was called"),
+            (lambda part=part: part.map_(other, lambda mine, its: mine), "map_() was called"),
+            (lambda part=part: part.map2_(other, other, lambda mine, its, more: mine), "map2_() was called"),
+            (lambda part=part: part.const_data_ptr(), "const_data_ptr() was called"),
+            (lambda part=part: part.share_memory_(), shared),
+            (lambda part=part: np.from_dlpack(part), "__dlpack__() was called"),
+            (lambda part=part: torch.from_dlpack(part), " was called on "),  # whatever torch asks for first
         ):
-            with raises(StateError):
+            with raises(StateError, words):
                 refused()
         # C functions ask no class: the error is torch's own.
         for call in (to_dlpack, torch._C._to_dlpack_versioned):

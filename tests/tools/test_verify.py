@@ -21,8 +21,14 @@ def wrong(param, grad, state, s):  # type: ignore[no-untyped-def]
     return param - s.lr * state.momentum
 
 
-def make_wrong(module: nn.Module, stage: int, **arguments: Any) -> ShardedOptimizer:
-    return ShardedOptimizer(module, arguments, rule=wrong, stage=stage)
+SMALL = shardopt.Tuning(keep_below=0)  # or stage 3 keeps the params of Net whole, as stage 2 does
+
+
+def make_wrong(module: nn.Module, stage: int, tuning: shardopt.Tuning, **arguments: Any) -> ShardedOptimizer:
+    opt = ShardedOptimizer(module, arguments, rule=wrong, stage=stage, tuning=tuning)
+    opt.bind()
+    assert bool(opt.units) == (stage == 3)
+    return opt
 
 
 def loss(module: nn.Module, sample: tuple[Tensor, Tensor]) -> Tensor:
@@ -31,13 +37,15 @@ def loss(module: nn.Module, sample: tuple[Tensor, Tensor]) -> Tensor:
 
 def verdicts() -> None:
     batches = [batch(step) for step in range(5)]
-    verdict = verify(Net, batches, steps=12, loss=loss, lr=0.01, weight_decay=0.1)
+    ways = [{"tuning": SMALL}]
+    verdict = verify(Net, batches, steps=12, loss=loss, ways=ways, lr=0.01, weight_decay=0.1)
     assert verdict.agrees and [each.stage for each in verdict.differences] == [0, 1, 2, 3], str(verdict)
     assert all(each.largest < 1e-3 for each in verdict.differences) and "agrees" in str(verdict)
     verdict = verify(Net, batches, 12, loss=loss, optimizer=shardopt.ShardedSGD, lr=0.1, momentum=0.9, stages=(2,))
     assert verdict.agrees and len(verdict.differences) == 1
-    found = verify(Net, batches, 4, loss=loss, optimizer=make_wrong, reference=torch.optim.SGD, lr=0.1, momentum=0.9)
-    assert not found.agrees
+    given: dict[str, Any] = {"optimizer": make_wrong, "reference": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    found = verify(Net, batches, 4, loss=loss, ways=ways, **given)
+    assert not found.agrees and [each.stage for each in found.differences] == [0, 1, 2, 3]
     for each in found.differences:
         assert (each.step, each.name) == (1, "embed.weight") and each.found == pytest.approx(0.9, rel=0.01)
     assert "DIFFERS from step 1 on, first in embed.weight" in str(found)
@@ -46,12 +54,12 @@ def verdicts() -> None:
 
 def verdicts_of_ways(directory: str) -> None:
     batches = [batch(step) for step in range(5)]
-    tuning = shardopt.Tuning(compress_from=256)
-    ways = [{"offload": directory}, {"state_format": "int8", "tuning": tuning}]
+    tuning = shardopt.Tuning(compress_from=256, keep_below=0)
+    ways = [{"offload": directory, "tuning": SMALL}, {"state_format": "int8", "tuning": tuning}]
     verdict = verify(Net, batches, 8, loss=loss, stages=(1, 3), ways=ways, lr=0.01)
     moved, coarse = verdict.differences[:2], verdict.differences[2:]
     assert verdict.agrees and all(each.step is None and not each.is_expected for each in moved), str(verdict)
-    assert f"stage 1, offload={directory!r}: agrees" in str(verdict)
+    assert f"stage 1, offload={directory!r}, tuning={SMALL!r}: agrees" in str(verdict)
     for each in coarse:
         assert each.is_expected and each.step is not None and 1e-3 < each.largest < 0.5 and 0 < abs(each.loss) < 0.01
     assert "of the way from torch's params, and " in str(verdict) and "% from its loss" in str(verdict)
