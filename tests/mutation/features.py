@@ -176,7 +176,12 @@ FEATURES = (
     Feature(
         "int8 states: the second moment is dithered",
         "shardopt/kernels/formats.py",
-        (('"unsigned8", torch.uint8, torch.uint8, 1, rounding="dithered"', '"unsigned8", torch.uint8, torch.uint8, 1'),),
+        (
+            (
+                '"unsigned8", torch.uint8, torch.uint8, 1, rounding="dithered"',
+                '"unsigned8", torch.uint8, torch.uint8, 1',
+            ),
+        ),
         ("tests/step/test_format_drift.py::test_how_far_it_ends_from_fp32[int8-0.0175-0.001]",),
     ),
     Feature(

@@ -3,7 +3,6 @@
 Of rules that work element by element, partition/test_traffic.py counts them, and test_traffic_of_models.py at stage 3.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
