@@ -23,7 +23,7 @@ from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep_at_once
 from tests.support.training import raises
 
-STEPS, SAVED_AT = 6, 3
+STEPS, SAVED_AT = 4, 2
 MAX_NORM = 0.05  # every step is clipped
 SHARDED: dict[str, Any] = {"keep_below": 0, "live_bytes": 0}  # stage 3 shards all, and keeps nothing gathered
 SMALL = Tuning(bucket_bytes=300, **SHARDED)

@@ -27,7 +27,7 @@ from tests.support.composed import OPTIONS, STATES, WIDTH, Block, assert_close, 
 from tests.support.moe import NUM, Expert, Mixture, WholeModel, close, groups_of, is_of, name_of
 from tests.support.ranks import Pool
 
-STEPS, MAX_NORM = 6, 0.05  # every step is clipped
+STEPS, MAX_NORM = 4, 0.05  # every step is clipped
 SMALL = Tuning(bucket_bytes=300, keep_below=0, live_bytes=0)
 LAYOUTS = ("cut", "folded", "spread", "stacked")
 

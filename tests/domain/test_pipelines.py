@@ -27,7 +27,7 @@ from shardopt.errors import DisagreementError, ShardoptError
 from tests.support.composed import BATCH, OPTIONS, STATES, WIDTH, Reference, assert_close, batch, blocks, loss_of, whole
 from tests.support.ranks import Pool
 
-STEPS, MICRO_BATCHES = 6, 4
+STEPS, MICRO_BATCHES = 4, 4
 MAX_NORM = 0.05  # every step is clipped
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -30,10 +30,10 @@ from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep_at_once
 from tests.support.tensor_parallel import LAYOUTS, in_parallel, loss, mesh_of, model_of
 
-STEPS, MAX_NORM = 6, 0.05  # every step is clipped
+STEPS, MAX_NORM = 4, 0.05  # every step is clipped
 SMALL = Tuning(bucket_bytes=300, keep_below=4)
 
-# -- six steps beside torch.optim --------------------------------------------------------------------------------------
+# -- four steps beside torch.optim -------------------------------------------------------------------------------------
 
 WITH: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -154,7 +154,7 @@ def weighed(param: Any, factors: Tensor) -> Tensor:
 
 
 def bits_of(model: nn.Module, optimizer: ShardedOptimizer, batches: Sequence[int]) -> list[bytes]:
-    """The norms of six steps, and the params at their end."""
+    """The norms of these steps, and the params at their end."""
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -150,6 +150,9 @@ def through_kernel(backend: Backend, master: Tensor, format: Format) -> tuple[Te
 def check_masters(backend: Backend, patterns: Tensor, format: Format) -> None:
     master = patterns.view(torch.float32)
     param, rest, joined = through_kernel(backend, master, format)
+    expected_param, expected_rest = part_master(master.cpu().numpy(), format)
+    assert np.array_equal(u16(param), expected_param), "not the master rounded"
+    assert np.array_equal(rest.cpu().numpy(), expected_rest), "not what rounding leaves"
     assert_same_bits(codecs.low_bits_of(master, param, format)[~master.isnan()], rest[~master.isnan()], "the codec's")
     dropped = dropped_bits(format)
     if not dropped:
@@ -166,6 +169,7 @@ def check_masters(backend: Backend, patterns: Tensor, format: Format) -> None:
 @KERNELS
 @MASTERS
 def test_a_split_master_comes_back(backend: Backend, device: torch.device, format: Format) -> None:
+    """And beside it the param is the master rounded to nearest."""
     for low in LOW_HALVES:
         check_masters(backend, high_halves(low).to(device), format)
 
@@ -180,10 +184,11 @@ def test_all_of_fp32_comes_back(eighth: int) -> None:
 
 @MASTERS
 def test_how_close_a_split_master_is(format: Format) -> None:
-    """All mantissas of a few exponents, the least and the largest among them; the error is that of 8 more bits."""
+    """All lower halves of a few exponents, the least and the largest among them; the error is that of 8 more bits."""
     significant = 24 - dropped_bits(format)
     for exponent in (0, 1, 127, 254):
-        patterns = torch.arange(exponent << 23, (exponent + 1) << 23, dtype=torch.int32)
+        highs = torch.tensor([0, 1, 0x3F, 0x40, 0x7F], dtype=torch.int32) + (exponent << 7)
+        patterns = ((highs[:, None] << 16) + torch.arange(1 << 16, dtype=torch.int32)).view(-1)
         if exponent == 254:
             patterns = patterns[: -(1 << dropped_bits(format))]  # the last ones are rounded to infinity
         _, _, joined = through_kernel(native_backend, patterns.view(torch.float32), format)
@@ -194,13 +199,8 @@ def test_how_close_a_split_master_is(format: Format) -> None:
 
 @KERNELS
 @MASTERS
-def test_the_param_is_the_master_rounded(backend: Backend, device: torch.device, format: Format) -> None:
-    """To nearest; ties, of which there are some, away from zero, or 16 bits could not hold the difference."""
-    for low in LOW_HALVES:
-        master = high_halves(low).view(torch.float32)
-        param, rest, _ = through_kernel(backend, master.to(device), format)
-        expected_param, expected_rest = part_master(master.numpy(), format)
-        assert np.array_equal(u16(param), expected_param) and np.array_equal(rest.cpu().numpy(), expected_rest)
+def test_ties_are_rounded_away_from_zero(backend: Backend, device: torch.device, format: Format) -> None:
+    """Or 16 bits could not hold the difference."""
     tie = torch.tensor([0x3F808000]).int().view(torch.float32)
     assert u16(through_kernel(backend, tie.to(device), format)[0]) == [0x3F81]
 

@@ -33,6 +33,7 @@ from shardopt.kernels.tables import BLOCK, Factors, Gradients
 from shardopt.kernels.triton_reductions import add_to_row, row_of_block_sums
 from tests.support.cases import ADAM_KEYWORDS, CASES, GRADIENTS
 from tests.support.shards import BACKENDS, HandmadeShard, Member, Shape, bits, lone, scaled
+from tests.support.sweep import sweep
 
 LARGEST, SMALLEST = 3.4028234663852886e38, 2.0**-149
 # The bound that reductions.py states, for the norm: blocks are truncated to 27 bits of their largest element.
@@ -254,12 +255,22 @@ BLOCK_SUMS = st.tuples(
 )
 
 
-@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
-@settings(max_examples=200)
-@given(blocks=st.lists(BLOCK_SUMS, max_size=40), data=st.data())
-def test_limbs_are_exact_in_any_order(add: Add, blocks: list[tuple[int, int, int]], data: st.DataObject) -> None:
+@pytest.mark.parametrize(
+    ("add", "examples", "least"),
+    [
+        pytest.param(added_natively, 200, 0, id="native"),
+        # In the interpreter a launch takes its time, not a block; the first examples would have few blocks.
+        pytest.param(added_by_triton, 50, 20, id="triton"),
+        pytest.param(added_by_triton, 200, 0, id="triton, many", marks=pytest.mark.slow),
+    ],
+)
+def test_limbs_are_exact_in_any_order(add: Add, examples: int, least: int) -> None:
     """Blocks dealt to ranks and buckets in any way, their limbs added in any order: one and the same sum."""
+    blocks, each_add = st.lists(BLOCK_SUMS, min_size=least, max_size=40), st.just(add)
+    given_examples(examples, limbs_are_exact_in_any_order, add=each_add, blocks=blocks, data=st.data())
 
+
+def limbs_are_exact_in_any_order(add: Add, blocks: list[tuple[int, int, int]], data: st.DataObject) -> None:
     def limbs_of(share: list[tuple[int, int, int]]) -> tuple[torch.Tensor, BlockSums, list[int]]:
         mantissas, exponents, rows = [list(column) for column in zip(*share, strict=True)] or [[], [], []]
         sums = made_up(mantissas, exponents)
@@ -376,13 +387,14 @@ def test_extremes(values: list[float]) -> None:
         assert totals[:, LARGEST_AT].max() == int(bits(grad.abs()).max())
 
 
-@pytest.mark.parametrize("position", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 6])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan])
-@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda each: each.name)
-def test_one_bad_element(fmt: Format, value: float, position: int) -> None:
+POSITIONS = (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 6)
+
+
+@sweep({"position": POSITIONS, "value": ("inf", "-inf", "nan", "-nan"), "fmt": (FP32, BF16, FP16)})
+def test_one_bad_element(position: int, value: str, fmt: Format) -> None:
     """Counted once wherever it lies, and left out of the sum and of the largest magnitude."""
     grad = torch.ones(2 * BLOCK + 7, dtype=fmt.dtype)
-    grad[position] = value
+    grad[position] = float(value)
     for backend, device in BACKENDS:
         gradients, _grad = lone(grad.to(device), fmt)
         assert count_of(backend, fmt, gradients) == 1

@@ -1,6 +1,7 @@
 """Libraries that are absent or broken, and code that must never be in the package."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -54,6 +55,16 @@ try:
 except shardopt.errors.UnsupportedVersionError as error:
     print(error)
 """
+# How it fails changes the message alone, which needs no optimizer.
+BACKEND_IS_REFUSED = """
+import torch
+from shardopt.errors import UnsupportedVersionError
+from shardopt.kernels.launch import backend_of
+try:
+    backend_of(torch.device({device!r}))
+except UnsupportedVersionError as error:
+    print(error)
+"""
 WHAT_IS_LOADED = """
 import sys, torch
 before = set(sys.modules)
@@ -69,9 +80,9 @@ def without(library: str, error: str, program: str) -> str:
 PROGRAMS = {
     "loads": WHAT_IS_LOADED,
     "no numba, absent": without("numba", ABSENT, STEP_IS_REFUSED),
-    "no numba, broken": without("numba", BROKEN["numba"], STEP_IS_REFUSED),
+    "no numba, broken": without("numba", BROKEN["numba"], BACKEND_IS_REFUSED.format(device="cpu")),
     "no triton, absent": without("triton", ABSENT, CPU_TRAINS),
-    "no triton, broken": without("triton", BROKEN["triton"], CPU_TRAINS),
+    "no triton, broken": without("triton", BROKEN["triton"], BACKEND_IS_REFUSED.format(device="cuda")),
 }
 
 # Each program runs in a child of an interpreter that has imported torch, and neither of the two compilers.
@@ -197,13 +208,19 @@ def test_no_code_from_data() -> None:
     assert set(versions.TESTED) == {"numba", "triton"}
 
 
-def importers(module: str) -> list[str]:
+@functools.cache
+def imports() -> list[tuple[str, str]]:
+    """Every file that imports from a module, and the module's last name."""
     return [
-        str(file.relative_to(PACKAGE))
+        (str(file.relative_to(PACKAGE)), (node.module or "").rpartition(".")[2])
         for file in sorted(PACKAGE.rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2] == module
+        if isinstance(node, ast.ImportFrom)
     ]
+
+
+def importers(module: str) -> list[str]:
+    return [file for file, found in imports() if found == module]
 
 
 def test_the_import_command_alone_reads_pickles() -> None:

@@ -378,13 +378,31 @@ def is_clear(error: BaseException, argument: str) -> str:
     return ""
 
 
+# One class that updates element by element, one that measures params, one of matrices, and their base.
+WITH_OPTIONS = ("ShardedAdamW", "ShardedLAMB", "ShardedMuon", "ShardedOptimizer")
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", public())
 def test_every_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options are one check for all classes, so few have them here."""
+    shares = name in classes() and name not in WITH_OPTIONS
     monkeypatch.chdir(tmp_path)
+    check(name, [each for each in arguments_of(name) if not (shares and each in OPTIONS)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in classes() if name not in WITH_OPTIONS])
+def test_every_option(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check(name, [each for each in arguments_of(name) if each in OPTIONS], tmp_path)
+
+
+def check(name: str, arguments: list[str], tmp_path: Path) -> None:
     accepts, call = TABLE[name]
     found = []
-    for number, argument in enumerate(arguments_of(name)):
+    for number, argument in enumerate(arguments):
         for label, value in WALK.items():
             folder = tmp_path / f"{number} {label}"
             folder.mkdir()

@@ -9,9 +9,7 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -45,6 +43,7 @@ from shardopt.kernels.reductions import new_totals
 from shardopt.kernels.spec import StepSpec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
 from tests.support.cases import CASES
+from tests.support.machine_code import read
 from tests.support.no_driver import NoDriver
 
 TARGETS = {
@@ -59,7 +58,6 @@ MARGIN_KERNELS = (
     triton_margins.add_parts_kernel,
     triton_margins.side_sums_kernel,
 )
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def specs() -> Iterator[tuple[str, StepSpec, bool]]:
@@ -148,13 +146,12 @@ def compile_margins(kernel: Any, grad: Format, target: GPUTarget) -> Any:
         return compiled_by(kernel, target, lambda: triton_margins.add_margin_sums(pieces, Factors()))
 
 
-def fused_in_quotients(target: GPUTarget) -> int:
-    """Fused operations in the machine code of the quotients, by one number, of as many blocks as a program sums up."""
+def facts_of_quotients(target: GPUTarget) -> dict[str, Any]:
+    """Of the quotients, by one number, of as many blocks as a program sums up."""
     numel = triton_reductions.BLOCKS_PER_PROGRAM * BLOCK
     numbers = torch.zeros(numel), torch.zeros(numel), 3.0
-    kernel = compiled_by(quotients_alone, target, lambda: quotients_alone[(1,)](*numbers, BLOCK=numel, **OPTIONS))
-    found: int = facts(kernel, target)["machine_fused"]
-    return found
+    launch = lambda: quotients_alone[(1,)](*numbers, BLOCK=numel, **OPTIONS)  # noqa: E731
+    return facts(compiled_by(quotients_alone, target, launch), target)
 
 
 def compiled_by(kernel: Any, target: GPUTarget, launch: Callable[[], Any]) -> Any:
@@ -176,7 +173,7 @@ def compiled_by(kernel: Any, target: GPUTarget, launch: Callable[[], Any]) -> An
 def facts(kernel: Any, target: GPUTarget) -> dict[str, Any]:
     found = {"narrow_offsets": narrow_offsets(kernel.asm["ttir"]), "shared": kernel.metadata.shared}
     if target.backend == "cuda":
-        return found | ptx_facts(kernel.asm["ptx"]) | resources(kernel.asm["cubin"])
+        return found | ptx_facts(kernel.asm["ptx"]) | {"cubin": kernel.asm["cubin"]}
     return found | amdgcn_facts(kernel.asm["amdgcn"])
 
 
@@ -191,19 +188,15 @@ def ptx_facts(ptx: str) -> dict[str, Any]:
     }
 
 
-def resources(cubin: bytes) -> dict[str, Any]:
-    """Registers a thread and bytes of spills, as the driver would see them; fused operations in the machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = run(str(BIN / "cuobjdump"), "-res-usage", file.name)
-        machine_code = run(str(BIN / "nvdisasm"), "-c", file.name)
-    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return {
-        "registers": numbers["REG"],
-        "spilled": numbers["STACK"] + numbers["LOCAL"] + len(re.findall(r"\b(?:STL|LDL)\b", machine_code)),
-        "machine_fused": len(re.findall(r"\bFFMA\b", machine_code)),
-    }
+def add_machine_code(kernels: list[dict[str, Any]], target: GPUTarget) -> None:
+    """Registers a thread and spills, as the driver would see them; fused operations. Of HIP the assembly says it."""
+    if target.backend != "cuda":
+        return
+    for kernel, code in zip(kernels, read([each.pop("cubin") for each in kernels], target.arch), strict=True):
+        names = Counter(each.name.split(".")[0] for each in code.instructions)
+        kernel["registers"] = code.registers
+        kernel["spilled"] = code.spilled + names["STL"] + names["LDL"]
+        kernel["machine_fused"] = names["FFMA"]
 
 
 def amdgcn_facts(text: str) -> dict[str, Any]:
@@ -222,10 +215,6 @@ def amdgcn_facts(text: str) -> dict[str, Any]:
         "quotients": len(re.findall(r"\bv_div_fixup_f32", text)),
         "denormals": number(r"\.amdhsa_float_denorm_mode_32"),  # 3: kept
     }
-
-
-def run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def narrow_offsets(ttir: str) -> list[str]:
@@ -401,11 +390,13 @@ def facts_of(name: str, whole: bool) -> dict[str, Any]:
         {"label": kernel.fn.__name__, "target": name, **facts(compile_margins(kernel, FP32, target), target)}
         for kernel in MARGIN_KERNELS
     ]
+    quotients = facts_of_quotients(target)
+    add_machine_code([*kernels, *reductions, *margins, quotients], target)
     return {
         "kernels": kernels,
         "reductions": reductions,
         "margins": margins,
-        "fused_in_quotients": {name: fused_in_quotients(target)},
+        "fused_in_quotients": {name: quotients["machine_fused"]},
     }
 
 

@@ -1,7 +1,7 @@
 """Every kernel as machine code for an H100: compiled as a launch compiles it, and read."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.runtime import driver as drivers
 
@@ -27,22 +27,20 @@ class Lowered(NamedTuple):
 
 def lowered_kernels(is_wanted: Callable[[str], bool] = lambda label: True) -> Iterator[Lowered]:
     """Yields the kernels whose labels are wanted; Triton's own driver is back in place behind it."""
-    before = drivers._active
+    before, found = drivers._active, []
     try:
         for named, spec, aligned in specs():
             label = label_of(named, spec, aligned)
             if is_wanted(label):
-                yield _lowered(label, spec, triton_step.BLOCKS_PER_PROGRAM, compile_step(spec, aligned, TARGET))
+                found.append((label, spec, triton_step.BLOCKS_PER_PROGRAM, compile_step(spec, aligned, TARGET)))
         for kernel in (triton_reductions.totals_kernel, triton_reductions.count_nonfinite_kernel):
             for grad in (FP32, BF16, FP16):
                 label = f"{kernel.fn.__name__} {grad.name}"
                 if is_wanted(label):
                     blocks = triton_reductions.BLOCKS_PER_PROGRAM
-                    yield _lowered(label, grad, blocks, compile_reduction(kernel, grad, TARGET))
+                    found.append((label, grad, blocks, compile_reduction(kernel, grad, TARGET)))
     finally:
         drivers._active = before
-
-
-def _lowered(label: str, of: StepSpec | Format, blocks: int, kernel: Any) -> Lowered:
-    code = read(kernel.asm["cubin"])
-    return Lowered(label, of, blocks, code.registers, units(main_path(code)))
+    codes = read([kernel.asm["cubin"] for *_, kernel in found], TARGET.arch)
+    for (label, of, blocks, _), code in zip(found, codes, strict=True):
+        yield Lowered(label, of, blocks, code.registers, units(main_path(code)))

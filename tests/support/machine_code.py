@@ -4,12 +4,18 @@ Every kernel is a warp that takes some blocks from its first load to its last st
 through the code that stores and that calls nothing: the slow ways of a quotient or a root, which are calls, are taken
 for operands near the ends of fp32's range, and the longer side of a branch by a program that holds the end of a param.
 A loop is gone through once.
+
+nvdisasm takes half a second to begin, and next to nothing for a kernel: so it is handed many of them, one behind the
+other, as bare instructions.
 """
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,28 +44,52 @@ class Instruction(NamedTuple):
 
 class Code(NamedTuple):
     registers: int  # of a lane
+    spilled: int  # bytes of a lane, as the driver would see them
     instructions: list[Instruction]
-    labels: dict[str, int]  # label -> index of the instruction that it stands before
+    first: int  # the address of the first instruction, as branches name it
 
 
-def read(cubin: bytes) -> Code:
+_BYTES = 16  # of an instruction
+
+
+def read(cubins: Sequence[bytes], capability: int) -> list[Code]:
+    """Returns the code of kernels that were compiled for one GPU."""
+    found, first = [], 0
+    texts = [_instructions_of(each) for each in cubins]
+    with _file(b"".join(texts)) as path:
+        listing = _run("nvdisasm", "-b", f"SM{capability}", path)
+    pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([^\s;]+) *(.*?) *;"
+    instructions = [Instruction(*each) for each in re.findall(pattern, listing, re.MULTILINE)]
+    assert len(instructions) * _BYTES == sum(map(len, texts))
+    for cubin, text in zip(cubins, texts, strict=True):
+        with _file(cubin) as path:
+            usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _run("cuobjdump", "-res-usage", path)))
+        own = instructions[first // _BYTES : (first + len(text)) // _BYTES]
+        found.append(Code(int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"]), own, first))
+        first += len(text)
+    return found
+
+
+def _instructions_of(cubin: bytes) -> bytes:
+    """The section of an ELF file that holds the kernel, and what it calls."""
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + index * size) for index in range(count)]
+    names = headers[of_names][4]
+    (text,) = (
+        cubin[start : start + length]
+        for name, _, _, _, start, length in headers
+        if cubin.startswith(b".text.", names + name)
+    )
+    return text
+
+
+@contextmanager
+def _file(content: bytes) -> Iterator[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(content)
         file.flush()
-        usage = _run("cuobjdump", "-res-usage", file.name)
-        text = _run("nvdisasm", "-c", file.name)
-    found = re.search(r"\bREG:(\d+)", usage)
-    assert found
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for label, predicate, name, operands in re.findall(
-        r"^(?:([.$]\S+):|\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;)", text, re.MULTILINE
-    ):
-        if label:
-            labels[label] = len(instructions)
-        else:
-            instructions.append(Instruction(predicate, name, operands))
-    return Code(int(found[1]), instructions, labels)
+        yield file.name
 
 
 def main_path(code: Code) -> list[Instruction]:
@@ -120,9 +150,10 @@ def _followers(code: Code, index: int) -> list[int]:
         return []
     if name != "BRA":
         return [index + 1]
-    target = re.search(r"`\((\S+)\)", instruction.operands)
+    target = re.search(r"\b0x([0-9a-f]+)$", instruction.operands)
     assert target, instruction
-    jump = code.labels[target[1]]
+    jump = (int(target[1], 16) - code.first) // _BYTES
+    assert 0 <= jump < len(code.instructions), instruction
     return [jump, index + 1] if instruction.predicate else [jump]
 
 

@@ -27,14 +27,20 @@ Row = tuple[Any, ...]
 Allowed = Callable[..., bool]
 
 
-def drawn(axes: Mapping[str, Sequence[Any]], strength: int = 2, allowed: Allowed | None = None) -> list[Row]:
+def drawn(
+    axes: Mapping[str, Sequence[Any]],
+    strength: int = 2,
+    allowed: Allowed | None = None,
+    first: Sequence[Row] = (),
+) -> list[Row]:
     """Few rows of the grid in which all allowed combinations of ``strength`` values meet; the same in every run.
 
-    Greedy: each next row is the first of those that bring together most values that have not met yet.
+    Greedy: behind the rows that are given ``first`` each next one is the first of those that bring together most values
+    that have not met yet.
     """
     rows = [(row, _sets(row, strength)) for row in grid(axes, allowed)]
-    open_sets = {each for _, sets in rows for each in sets}
-    chosen: list[Row] = []
+    open_sets = {each for _, sets in rows for each in sets}.difference(*(_sets(row, strength) for row in first))
+    chosen = [*first]
     while open_sets:
         row, sets = max(rows, key=lambda each: len(open_sets & each[1]))
         open_sets -= sets

@@ -1,7 +1,8 @@
 """Every ATen operation is an action: of the current stream if one of its tensors is on the device, else of the host."""
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,35 +38,51 @@ class Operations(TorchDispatchMode):
         return found
 
 
+class _Schema(NamedTuple):
+    """What is the same in each call of an operation; asked of torch each time it was a third of all that this takes."""
+
+    name: str
+    arguments: tuple[tuple[str, bool], ...]  # names, and whether they are written
+    is_view: bool
+
+
+@functools.cache
+def _schema_of(function: Any) -> _Schema:
+    found = function._schema
+    written = [each.alias_info is not None and each.alias_info.is_write for each in found.arguments]
+    return _Schema(
+        found.name.removeprefix("aten::"),
+        tuple(zip((each.name for each in found.arguments), written, strict=True)),
+        any(each.alias_info is not None and not each.alias_info.is_write for each in found.returns),
+    )
+
+
 class _Operation:
     """One call."""
 
     def __init__(self, book: Book, function: Any, arguments: Any, keywords: Any, found: Any):
-        self._book, self._schema = book, function._schema
-        self._name = self._schema.name.removeprefix("aten::")
-        self._values = [
-            arguments[index] if index < len(arguments) else keywords.get(argument.name)
-            for index, argument in enumerate(self._schema.arguments)
-        ]
-        self._keywords = dict(zip((each.name for each in self._schema.arguments), self._values, strict=True))
-        self._found = list(_tensors(found))
+        self._book, self._schema = book, _schema_of(function)
+        self._name = self._schema.name
+        self._arguments, self._keywords, self._found = arguments, keywords, found
 
     def write_down(self) -> None:
+        if self._schema.is_view:
+            return
         read, written = self._inputs()
         book, makes = self._book, self._book.makes_on_device
         there = [each for each in (*read, *written) if book.is_on_device(each)]
         is_device = bool(there) if makes is None or read or written else makes
-        fresh = [] if self._is_view else [each for each in self._found if not any(each is one for one in written)]
+        fresh = [each for each in _tensors(self._found) if not any(each is one for one in written)]
         for each in fresh:
             if self._is_new(each):
                 book.region(each, is_device)
-        if self._is_view or self._name in _MAKE_MEMORY:
+        if self._name in _MAKE_MEMORY:
             return
         if not is_device:
             self._on_host(read, [*written, *fresh])
             return
         if self._name == "copy_" and len(there) == 1:
-            book.copy(written[0], read[0], blocking=not self._keywords.get("non_blocking"))
+            book.copy(written[0], read[0], blocking=not self._value_of("non_blocking"))
             return
         strangers = [each for each in read if each.dim() and not book.is_on_device(each)]
         if strangers and self._name not in _TAKE_BOTH:
@@ -84,19 +101,23 @@ class _Operation:
             self._book.region(each)
         self._book.act(self._name, map(span, read), map(span, written), self._book.host)
 
-    @property
-    def _is_view(self) -> bool:
-        return any(each.alias_info is not None and not each.alias_info.is_write for each in self._schema.returns)
+    def _value_of(self, name: str) -> Any:
+        index = [each for each, _ in self._schema.arguments].index(name)
+        return self._arguments[index] if index < len(self._arguments) else self._keywords.get(name)
 
     def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Those that are read, and those that are written."""
         read: list[Tensor] = []
         written: list[Tensor] = []
-        for argument, value in zip(self._schema.arguments, self._values, strict=True):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for index, (name, is_written) in enumerate(self._schema.arguments):
+            value = self._arguments[index] if index < len(self._arguments) else self._keywords.get(name)
             (written if is_written else read).extend(_tensors(value))
         return read, written
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        return iter((values,) if values.layout is torch.strided else ())
+    if values is None or isinstance(values, int | float | str):
+        return iter(())
     return (each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided)
