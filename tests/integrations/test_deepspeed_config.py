@@ -343,6 +343,8 @@ def test_cycles_and_range_tests() -> None:
     up_and_down = [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0]
     assert rates("OneCycle", 9, **cycle, **decay) == near([*up_and_down, 1 / 1.25, 1 / 1.5])
     assert rates("OneCycle", 9, **cycle) == near([*up_and_down, 1.0, 1.0])
+    unending = rates("OneCycle", 9, **cycle, decay_lr_rate=0.5)  # without steps of a decay there is none
+    assert unending == near([*up_and_down, 1.0, 1.0])
     betas = rates("OneCycle", 9, "betas", **cycle, **decay)
     assert [first for first, _ in betas] == near([0.8, 0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9 * 1.005, 0.9 * 1.01])
     assert {second for _, second in betas} == {0.99}

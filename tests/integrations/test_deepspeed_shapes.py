@@ -355,3 +355,6 @@ def test_the_fused_adams_of_others_are_adam_and_adamw() -> None:
         assert group["decoupled_weight_decay"] is decoupled and "bias_correction" not in group
     with raises(ShardoptError, "FusedAdam", "another update would run"):
         from_deepspeed_config({}, Net(), optimizer=lambda params: FusedAdam(params, bias_correction=False))
+    for module, name in (("mine", "FusedAdam"), ("apex.optimizers", "FusedNovoGrad")):
+        with raises(ShardoptError, f"{module}.{name}", "another update would run"):
+            from_deepspeed_config({}, Net(), optimizer=type(name, (FusedAdam,), {"__module__": module}))
