@@ -78,6 +78,13 @@ def test_the_sum_over_ranks_is_the_report_of_all(shards: int, copies: int) -> No
     assert not found.failed and not found.updated
 
 
+def test_shards_of_more_elements_than_32_bits_count() -> None:
+    bucket = BucketLayout((1 << 33, 5), 2)  # the first param lies on both ranks, the second one behind it
+    for rank, own in ((0, [0]), (1, [0, 1])):
+        layout = ReportLayout([(bucket, 0), (bucket, 1)], rank, 2)
+        assert layout.num_pieces == 3 and layout.own_params.tolist() == own
+
+
 def test_who_failed_and_whether_anything_moved() -> None:
     """Also of no params at all."""
     for params in ([], [(BucketLayout((3,), 4), 0)]):
