@@ -42,7 +42,9 @@ def test_passes_of_muon(name: str, fused: None) -> None:
 @pytest.mark.parametrize("name", ["Muon", pytest.param("LAMB", marks=pytest.mark.slow)])
 def test_twins_of_rules_of_several_passes(name: str) -> None:
     rule, group = recipe(named(name))
-    found = compare(rule, [group, {**group, "lr": 0.5}], torch.bfloat16, steps=1)
+    taken: list[int] = []
+    found = compare(rule, [group, {**group, "lr": 0.5}], torch.bfloat16, steps=1, advance=taken.append)
+    assert taken == [1]
     states = {"Muon": {"update", "momentum_buffer"}, "LAMB": {"exp_avg", "exp_avg_sq"}}[name]
     assert set(found) == {"param", "master"} | states
     assert all(elements and not different for elements, different in found.values()), found

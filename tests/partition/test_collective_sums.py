@@ -1,9 +1,11 @@
-"""Sums of fp16 gradients by the backend's own collectives, as over NCCL: they overflow no sooner than their mean."""
+"""Sums of fp16 gradients by the backend's own collectives, as over NCCL: they overflow no sooner than their mean.
+
+Nor do they lose what is small sooner than that asks for.
+"""
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import ShardedSGD, Tuning
@@ -12,6 +14,7 @@ from tests.support.ranks import Pool
 from tests.support.training import raw
 
 LARGE = 40_000.0  # two of them are more than fp16 can hold
+LEAST = 2.0**-22  # a quarter of it, as three ranks send it, is the least that fp16 can hold
 NUMEL = 300
 
 
@@ -31,10 +34,9 @@ class Scaled(nn.Module):
 def summed(dtype: torch.dtype, backwards: int, is_collective: bool, **options: Any) -> list[bytes]:
     model = Scaled(dtype)
     tuning = Tuning(neighbours=False, bucket_bytes=5 * NUMEL, keep_below=1)
-    optimizer = ShardedSGD(model, lr=2.0**-20, tuning=tuning, **options)
-    rank = dist.get_rank()
+    optimizer = ShardedSGD(model, lr=0.25, tuning=tuning, **options)
     for _ in range(backwards):
-        model(torch.tensor([LARGE, 6.0 * (rank + 1), -LARGE])).backward()
+        model(torch.tensor([LARGE, LEAST, -LARGE])).backward()
     if not options.get("release_gradients"):
         optimizer.step()
     with optimizer.unsharded():

@@ -468,6 +468,14 @@ def test_bad_rule_is_refused_with_its_line(function: Callable[..., Any], why: st
     assert linecache.getline(__file__, int(place[2])).rstrip().endswith("# here")
 
 
+def of_the_ends(param: Any, grad: Any, state: Any, s: Any) -> Any:
+    return param - 3.4028234663852886e38 * grad - 1.401298464324817e-45
+
+
+def test_literals_reach_the_ends_of_fp32() -> None:
+    assert rule(scalars=no_scalars)(of_the_ends).name == "of_the_ends"
+
+
 @pytest.mark.parametrize("function", [len, lambda param, grad, state, s: param], ids=["builtin", "lambda"])
 def test_rule_without_a_def_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(RuleError, match="def"):

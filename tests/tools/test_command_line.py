@@ -50,6 +50,7 @@ TYPED = [
     ["twins", "--steps", "0"],
     ["twins", "--steps", "-1"],
     ["twins", "--seed", "1" * 30],
+    ["twins", "--seed", str(2**63)],
     ["export", "somewhere", "out", "--to", "torch", "--optimizer", "-1"],
     ["export", "somewhere", "out", "--to", "pickle"],
     ["frobnicate"],
