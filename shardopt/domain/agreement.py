@@ -67,7 +67,7 @@ class Consensus:
 
     overflow: bool
     nonfinite: int
-    limbs: tuple[int, ...]
+    limbs: tuple[int, ...]  # of one copy of all gradients; empty if nobody asked for it
     written: bool  # on any rank
     proposes_order: bool  # on any rank
 
@@ -76,7 +76,7 @@ def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Conse
     """Collective: exchanges the digests.
 
     Args:
-        one_copy: the ranks whose shards make up one copy of all gradients; empty if ``limbs`` are equal on all ranks.
+        one_copy: the ranks whose shards make up one copy of all gradients; empty if nobody reads the sum of ``limbs``.
 
     Raises:
         Exception: this rank's own problem.
@@ -89,13 +89,12 @@ def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Conse
     if any(row[:2] != rows[0][:2] for row in rows):
         _raise_difference(view, ranks)
     _compare_witnesses([row[5] for row in rows])
-    counted = [rows[rank] for rank in one_copy] or rows[:1]
     return Consensus(
         overflow=any(row[3] for row in rows),
         nonfinite=sum(row[4] for row in rows),
         written=any(row[6] for row in rows),
         proposes_order=any(row[7] for row in rows),
-        limbs=tuple(map(sum, zip(*(row[8:] for row in counted), strict=True))),
+        limbs=tuple(map(sum, zip(*(rows[rank][8:] for rank in one_copy), strict=True))),
     )
 
 
