@@ -417,8 +417,22 @@ def trains_tied(*settings: Setting) -> None:
 
 
 def test_weights_that_two_stages_hold(ranks: Pool) -> None:
-    settings = (Setting(0, "gpipe", "SGD"), Setting(1, "gpipe", at_once=True), Setting(3, "1f1b", "SGD"))
-    ranks.run(trains_tied, *settings, world=4)
+    ranks.run(trains_tied, Setting(1, "gpipe", at_once=True), Setting(3, "1f1b", "SGD"), world=4)
+
+
+def sums_what_a_script_reduced() -> None:
+    """Without the module gradients are whole, and the script's own."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = shardopt.ShardedSGD([param], lr=1.0, process_group=alone)
+    param.grad = torch.full((3,), 1.0 + dist.get_rank())
+    optimizer.sum_tied(param, dist.group.WORLD)
+    optimizer.step()
+    assert param.tolist() == [-3.0] * 3
+
+
+def test_whole_gradients_of_tied_weights(ranks: Pool) -> None:
+    ranks.run(sums_what_a_script_reduced, world=2)
 
 
 # -- what a backward is ------------------------------------------------------------------------------------------------

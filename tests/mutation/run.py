@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -122,7 +123,7 @@ class Results:
 
     def _text(self) -> str:
         done = [each for each in self.entries if "status" in each]
-        text = f"# {len(done)} mutants of seed {self._seed}\n\n{self.summary()}\n"
+        text = f"# {len(done)} mutants of seed {self._seed}\n\n{self.summary()}\n\n{_of_verdicts(done)}\n"
         for title in ("folder", "kind"):
             text += f"\n| {title} | mutants | killed |\n|---|---:|---:|\n"
             groups: dict[str, list[ParamRecord]] = defaultdict(list)
@@ -142,6 +143,13 @@ class Results:
         return text + "".join(
             f"\n{_head(each)}: {each['by']}, {each['seconds']} s\n\n{_change(each)}" for each in killed
         )
+
+
+def _of_verdicts(entries: list[ParamRecord]) -> str:
+    """How many were killed in the end, by tests that ran later or are new, and the first words of other verdicts."""
+    words = (each["status"] if each["status"] == KILLED else each.get("verdict", "open") for each in entries)
+    counts = Counter(re.split("[ ,:]", each)[0] for each in words)
+    return f"With the verdicts: {', '.join(f'{count} {word}' for word, count in counts.most_common())}."
 
 
 def _head(entry: ParamRecord) -> str:
