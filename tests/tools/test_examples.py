@@ -38,7 +38,7 @@ PAGE = ROOT / "docs" / "recipes.md"
 def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     library, prints = RECIPES[name]
     if library is not None and find_spec(library) is None:
-        pytest.skip(f"needs the extra 'frameworks' ({library}): pip install .[frameworks]")
+        pytest.skip(f"needs {library}: pip install '.[frameworks]' 'jsonargparse[signatures]'")
     arguments = CLI if name == "lightning_cli" else (tmp_path / "out",)
     done = run_script(ROOT / "examples" / f"{name}.py", *arguments, cwd=tmp_path, frameworks=library is not None)
     assert done.returncode == 0 and prints in done.stdout, done.stderr
