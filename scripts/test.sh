@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Run the tests with pytest.
 #
-#   bash scripts/test.sh                  the default run: about 15 minutes on two cores
+#   bash scripts/test.sh                  the default run: about 14 minutes on two cores
 #   bash scripts/test.sh --slow           the long sweeps too: at most 80 minutes
 #   bash scripts/test.sh --gpu            only the tests that need a GPU
 #   bash scripts/test.sh -x -k layout     any other argument goes to pytest, which then runs in one process
 #
-# Whole runs take as many files at a time as there are cores. Tests that need a GPU are part of every run where there is
+# Whole runs take one file more at a time than there are cores. Tests that need a GPU are part of every run where there is
 # one. Environment: WORKERS, the number of files at a time.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -49,10 +49,11 @@ fi
 selection=""
 for mark in ${terms[@]+"${terms[@]}"}; do selection+="${selection:+ and }$mark"; done
 
-# Each of the ranks that a test starts computes on one thread, and mostly waits for the others.
+# Each of the ranks that a test starts computes on one thread, and mostly waits for the others. With one file more than
+# cores, a core has work while the tests of the other files wait.
 workers=()
 if ((${#arguments[@]} == 0)) && ! $gpu_only; then
     cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-    workers=(--numprocesses "${WORKERS:-$((cores < 8 ? cores : 8))}" --dist loadfile --no-loadscope-reorder)
+    workers=(--numprocesses "${WORKERS:-$((cores < 8 ? cores + 1 : 8))}" --dist loadfile --no-loadscope-reorder)
 fi
 exec "$python" -m pytest -m "$selection" ${workers[@]+"${workers[@]}"} ${arguments[@]+"${arguments[@]}"}
