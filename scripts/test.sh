@@ -6,8 +6,8 @@
 #   bash scripts/test.sh --gpu            only the tests that need a GPU
 #   bash scripts/test.sh -x -k layout     any other argument goes to pytest, which then runs in one process
 #
-# Whole runs take one file more at a time than there are cores. Tests that need a GPU are part of every run where there is
-# one. Environment: WORKERS, the number of files at a time.
+# Whole runs take one file more at a time than there are cores. Tests that need a GPU are part of every run where there
+# is one. Environment: WORKERS, the number of files at a time.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 slow=false gpu_only=false arguments=()
