@@ -67,7 +67,7 @@ class Consensus:
 
     overflow: bool
     nonfinite: int
-    limbs: tuple[int, ...]  # of one copy of all gradients; empty if nobody asked for it
+    limbs: tuple[int, ...]  # of one copy of all gradients; empty if nobody reads them
     written: bool  # on any rank
     proposes_order: bool  # on any rank
 

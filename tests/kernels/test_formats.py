@@ -182,13 +182,18 @@ def test_all_of_fp32_comes_back(eighth: int) -> None:
         check_masters(native_backend, torch.arange(start, start + chunk, dtype=torch.int64).int(), SPLIT)
 
 
+# The seven bits of a mantissa that the param holds: the ends and the middle, or all.
+FEW_HIGHS, ALL_HIGHS = (0, 1, 0x3F, 0x40, 0x7F), tuple(range(0x80))
+
+
+@pytest.mark.parametrize("highs", [FEW_HIGHS, pytest.param(ALL_HIGHS, marks=pytest.mark.slow)], ids=["few", "all"])
 @MASTERS
-def test_how_close_a_split_master_is(format: Format) -> None:
+def test_how_close_a_split_master_is(format: Format, highs: tuple[int, ...]) -> None:
     """All lower halves of a few exponents, the least and the largest among them; the error is that of 8 more bits."""
     significant = 24 - dropped_bits(format)
     for exponent in (0, 1, 127, 254):
-        highs = torch.tensor([0, 1, 0x3F, 0x40, 0x7F], dtype=torch.int32) + (exponent << 7)
-        patterns = ((highs[:, None] << 16) + torch.arange(1 << 16, dtype=torch.int32)).view(-1)
+        uppers = torch.tensor(highs, dtype=torch.int32) + (exponent << 7)
+        patterns = ((uppers[:, None] << 16) + torch.arange(1 << 16, dtype=torch.int32)).view(-1)
         if exponent == 254:
             patterns = patterns[: -(1 << dropped_bits(format))]  # the last ones are rounded to infinity
         _, _, joined = through_kernel(native_backend, patterns.view(torch.float32), format)

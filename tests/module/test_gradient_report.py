@@ -79,7 +79,7 @@ def test_the_sum_over_ranks_is_the_report_of_all(shards: int, copies: int) -> No
 
 
 def test_shards_of_more_elements_than_32_bits_count() -> None:
-    bucket = BucketLayout((1 << 33, 5), 2)  # the first param lies on both ranks, the second one behind it
+    bucket = BucketLayout((1 << 33, 5), 2)  # rank 1 has the end of the first param, and the second one
     for rank, own in ((0, [0]), (1, [0, 1])):
         layout = ReportLayout([(bucket, 0), (bucket, 1)], rank, 2)
         assert layout.num_pieces == 3 and layout.own_params.tolist() == own

@@ -92,7 +92,7 @@ FEATURES = (
         ),
     ),
     Feature(
-        "overlap of disk transfers: one at a time",
+        "several transfers of a disk at a time",
         "shardopt/offload/disk/pipeline.py",
         (("THREADS = 4", "THREADS = 1"),),
         (
@@ -103,7 +103,7 @@ FEATURES = (
         ),
     ),
     Feature(
-        "DeepSpeed config: the learning rate is 2 % higher",
+        "DeepSpeed config: the learning rate to 2 %",
         "shardopt/integrations/deepspeed/optimizer.py",
         (
             (
@@ -114,19 +114,19 @@ FEATURES = (
         _DEEPSPEED,
     ),
     Feature(
-        "DeepSpeed config: no clipping",
+        "DeepSpeed config: clipping",
         "shardopt/integrations/deepspeed/config.py",
         (('"max_grad_norm": clip_of(keys)', '"max_grad_norm": clip_of(keys) and None'),),
         _DEEPSPEED,
     ),
     Feature(
-        "DeepSpeed config: no weight decay",
+        "DeepSpeed config: weight decay",
         "shardopt/integrations/deepspeed/optimizer.py",
         (("    if is_corrected:\n", '    arguments["weight_decay"] = 0.0\n    if is_corrected:\n'),),
         _DEEPSPEED,
     ),
     Feature(
-        "DeepSpeed config: the learning rate follows its schedule",
+        "DeepSpeed config: the schedule of the learning rate",
         "shardopt/integrations/deepspeed/config.py",
         (("None if schedule is None else ScheduleLR(made, schedule)", "None"),),
         _DEEPSPEED,

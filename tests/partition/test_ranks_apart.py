@@ -130,8 +130,8 @@ def goes_another_way(kind: str) -> None:
         except ShardoptError as raised:
             error = raised
         if kind == "messages":
-            # Rank 1 gathers a block that rank 0 has behind it, and rank 0 waits for gradients of rank 1. The group
-            # cannot be used again, as the error says.
+            # Rank 1 waits for the shard of a block that rank 0 does not gather a second time, and rank 0 waits for
+            # gradients of rank 1. The group cannot be used again, as the error says.
             assert isinstance(error, CommunicationError) and "did not make the same call in time" in str(error), error
             return
         assert isinstance(error, DisagreementError) and "order" in str(error), error
