@@ -71,8 +71,11 @@ def engines_of(optimizer: object) -> list[Engine]:
 
 
 def directory_of(directory: object) -> Path:
-    """Returns the path. Raises TypeError or ValueError for anything else, or an empty one."""
-    return Path(path(directory, "directory"))
+    """Returns the path. Raises TypeError or ValueError for anything else, or an empty one.
+
+    It is absolute: a save in the background goes on where it began, though the script changes its directory meanwhile.
+    """
+    return Path(path(directory, "directory")).absolute()
 
 
 def read_save_arguments(
@@ -88,6 +91,8 @@ def read_save_arguments(
     """Returns the arguments checked. Raises TypeError or ValueError, by the argument's name."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra takes a dict with string keys, found {type(extra).__name__}: give it a name in one.")
+    if wrong := [key for key in extra or {} if not isinstance(key, str)]:
+        raise TypeError(f"extra takes a dict with string keys, found {wrong[0]!r}: give that value a name.")
     return SaveArguments(
         directory_of(directory),
         dict(extra or {}),

@@ -22,7 +22,7 @@ def make_directory(path: Path) -> None:
 
 def make_directories(path: Path) -> None:
     """Makes the directory and its missing parents, durably."""
-    if not is_directory(path.parent) and path.parent != path:
+    if not leads_to_directory(path.parent) and path.parent != path:
         make_directories(path.parent)
     with suppress(FileExistsError):  # ranks that save another part of the model make the same parents
         make_directory(path)
@@ -68,7 +68,7 @@ def close(file: int) -> None:
 
 def sync_directory(path: Path) -> None:
     """Makes the names in a directory durable: files that were created, renamed and removed there."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
     finally:
@@ -104,6 +104,11 @@ def write_file(path: Path, data: bytes) -> None:
 
 def names(path: Path) -> list[str]:
     return sorted(os.listdir(path))
+
+
+def leads_to_directory(path: Path) -> bool:
+    """True for a directory, or a link to one: a path that the user gives may be a link to a larger disk."""
+    return os.path.isdir(path)
 
 
 def is_directory(path: Path) -> bool:

@@ -74,7 +74,7 @@ def begin(root: Path, step: int) -> NewCheckpoint:
     Raises:
         CheckpointError: another save into ``root`` is under way.
     """
-    if not files.is_directory(root):
+    if not files.leads_to_directory(root):
         files.make_directories(root)
     with _alone(root):
         _check_free(root)
@@ -177,7 +177,7 @@ def find(directory: Path) -> Path:
     """
     if files.is_file(directory / MANIFEST):
         return directory
-    if not files.is_directory(directory):
+    if not files.leads_to_directory(directory):
         raise CheckpointError(
             "give the directory that save_checkpoint() was given, on a file system that every rank sees: "
             f"{directory} is not a directory, so there is no checkpoint to load."

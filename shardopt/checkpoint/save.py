@@ -56,8 +56,8 @@ def save_checkpoint(
         module: plain, DDP or compiled; the checkpoint has its names. Buffers that are not persistent are omitted, as
             in ``module.state_dict()``.
         optimizer: one or a list of several, or None for the module alone (an empty list is refused).
-        extra: other values to save: tensors, numbers, strings, None, lists, tuples, dicts with string keys (a
-            scheduler's or scaler's ``state_dict()``, say). Those of rank 0 are saved.
+        extra: other values to save: tensors, numbers, strings, None, lists, tuples, dicts with strings or
+            integers as keys (a scheduler's or scaler's ``state_dict()``, say). Those of rank 0 are saved.
         step: for the checkpoint's name; None: the largest step count of any param.
         keep: number of checkpoints to keep: older ones are removed once this one was read back and verified. None: all.
         allow_nonfinite: save although a param, master or state holds an Inf or a NaN. False: an error.

@@ -297,7 +297,16 @@ def _items(manifest: Manifest, value: Mapping[str, Any], where: str) -> list[Any
     if key == "$dict":
         _expect(content, where, _OBJECT)
         return list(content.values())
+    if key in ("$items", "$counter"):
+        _demand(_are_items(content), where, value, "a list of keys, strings or integers, with their values")
+        return [item for _, item in content]
     return [content]
+
+
+def _are_items(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(each, list) and len(each) == 2 and isinstance(each[0], str | int) for each in content
+    )
 
 
 def _check(value: Any, where: str, required: _Fields, optional: _Fields | None = None) -> None:

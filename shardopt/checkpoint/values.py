@@ -1,10 +1,12 @@
 """Encodes small values as JSON: hyper-parameters of groups, and the user's ``extra``.
 
-JSON has no tuples, no infinities and no tensors. These are objects with one key that begins with ``$``; a dict of the
-user's with such a key is wrapped itself. A float is written with enough digits to restore its exact bits.
+JSON has no tuples, no infinities, no tensors, and strings alone as keys. What it lacks is an object with one key that
+begins with ``$``; a dict of the user's with such a key is wrapped itself. A float is written with enough digits to
+restore its exact bits. A Counter comes back as one: the schedulers MultiStepLR and SequentialLR keep their milestones so.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -42,13 +44,16 @@ def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
     if isinstance(value, tuple | list):
         items = [_encode(item, keep, f"{where}[{index}]", level + 1) for index, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if isinstance(value, dict) and all(isinstance(key, str) or type(key) is int for key in value):
+        if isinstance(value, Counter) or not all(isinstance(key, str) for key in value):
+            items = [[key, _encode(item, keep, f"{where}[{key!r}]", level + 1)] for key, item in value.items()]
+            return {"$counter" if isinstance(value, Counter) else "$items": items}
         items_by_key = {key: _encode(item, keep, f"{where}[{key!r}]", level + 1) for key, item in value.items()}
         return {"$dict": items_by_key} if any(key.startswith("$") for key in value) else items_by_key
     raise CheckpointError(
         f"convert {where} first (float(x), x.tolist(), dataclasses.asdict(x)): it is a {type(value).__name__}"
-        f"{' with keys that are not strings' if isinstance(value, dict) else ''}; a checkpoint holds tensors, numbers, "
-        "strings, None, lists, tuples and dicts with string keys. Nothing was saved."
+        f"{' with keys of other types' if isinstance(value, dict) else ''}; a checkpoint holds tensors, numbers, "
+        "strings, None, lists, tuples and dicts with strings or integers as keys. Nothing was saved."
     )
 
 
@@ -68,4 +73,7 @@ def decode(value: Any, find: Find) -> Any:
             return tuple(decode(item, find) for item in content)
         if key == "$dict":
             return {name: decode(item, find) for name, item in content.items()}
+        if key in ("$items", "$counter"):
+            items = {name: decode(item, find) for name, item in content}
+            return Counter(items) if key == "$counter" else items
     return {key: decode(item, find) for key, item in value.items()}

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler
 
 import shardopt
 from shardopt import CheckpointError, ShardedAdamW, ShardedSGD, StateError
@@ -241,16 +243,69 @@ def test_ties_buffers_and_unbound_optimizers(tmp_path: Path) -> None:
         shardopt.load_checkpoint(save(tmp_path / "norm", *small()), other, ShardedAdamW(other))
 
 
+def test_a_buffer_that_was_expanded(tmp_path: Path) -> None:
+    """It is saved; torch cannot write to it, so it is refused before anything is loaded. A clone of it loads."""
+    (model, optimizer), (other, again) = small(), small(1)
+    model.register_buffer("expanded", torch.ones(3, 1).expand(3, 2))
+    other.register_buffer("expanded", torch.zeros(1).expand(3, 2))
+    path = save(tmp_path, model, optimizer)
+    before = facts(other, again)
+    with raises(CheckpointError, "buffer 'expanded' was expanded", "clone()", "othing was loaded"):
+        shardopt.load_checkpoint(path, other, again)
+    assert facts(other, again) == before
+    other.expanded = other.expanded.clone()
+    shardopt.load_checkpoint(path, other, again)
+    assert torch.equal(other.expanded, torch.ones(3, 2)) and torch.equal(other[0].weight, model[0].weight)
+
+
 def test_values_come_back_to_the_bit_and_others_are_refused() -> None:
     value = {
         "a": [1, 2.5, None, True, "x", (1, (2,)), 1 << 80],
         "$tensor": {"$float": 1},
         "f": [0.1, 1e-320, -0.0, float("inf")],
+        "by number": {3: (4,), "3": {-1: [5]}, "counted": Counter({30: 1, 10: 2})},
     }
     assert repr(decode(json.loads(json.dumps(encode(value, str, ""))), str)) == repr(value)
-    for wrong in ({1: 2}, {"a": {3}}, [object()], {"a": [b"x"]}):
-        with raises(CheckpointError, "extra", "string keys"):
+    for wrong in ({1.5: 2}, {"a": {(1, 2): 3}}, {"a": {3}}, [object()], {"a": [b"x"]}):
+        with raises(CheckpointError, "extra", "strings or integers as keys"):
             encode(wrong, str, "extra")
+
+
+MADE: dict[str, Callable[[Any], Any]] = {
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4, 6]),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [3]
+    ),
+    "chain": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.MultiStepLR(optimizer, [4])], optimizer),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, 9),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_schedulers_of_torch_go_on(name: str, tmp_path: Path) -> None:
+    """A scheduler's state, saved as extra, gives the next learning rates bit by bit."""
+
+    def walked(scheduler: Any, optimizer: ShardedAdamW, steps: range) -> list[float]:
+        rates = []
+        for step in steps:
+            optimizer.step()
+            scheduler.step(*([float(step)] if name == "plateau" else []))
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    model, optimizer = small()
+    scheduler = MADE[name](optimizer)
+    walked(scheduler, optimizer, range(2))
+    path = save(tmp_path, model, optimizer, extra={"scheduler": scheduler.state_dict()})
+    expected = walked(scheduler, optimizer, range(2, 7))
+    assert len(set(expected)) > 1
+    model, optimizer = small()
+    again = MADE[name](optimizer)
+    again.load_state_dict(shardopt.load_checkpoint(path, model, optimizer)["scheduler"])
+    assert walked(again, optimizer, range(2, 7)) == expected
+    assert repr(again.state_dict()) == repr(scheduler.state_dict())
 
 
 # -- one rank alone ----------------------------------------------------------------------------------------------------

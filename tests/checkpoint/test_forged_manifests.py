@@ -148,6 +148,11 @@ SAYS: dict[str, Forge] = {
     "a float in other words": lambda c: c["info"].update(extra={"a": {"$float": "x"}}),
     "a tuple that is a number": lambda c: c["info"].update(extra={"a": [{"$tuple": 3}]}),
     "a dict that is a list": lambda c: c["info"].update(extra={"a": {"$dict": []}}),
+    "items that are an object": lambda c: c["info"].update(extra={"a": {"$items": {"3": 4}}}),
+    "items that are no pairs": lambda c: c["info"].update(extra={"a": {"$items": [[3]]}}),
+    "items of an object": lambda c: c["info"].update(extra={"a": {"$items": [[{}, 4]]}}),
+    "counts of a list": lambda c: c["info"].update(extra={"a": {"$counter": [[[], 4]]}}),
+    "a tensor among items that is not there": lambda c: c["info"].update(extra={"a": {"$items": [[3, {"$tensor": "9"}]]}}),
     "extra without a bottom": lambda c: c["info"].update(extra={"a": deep(400)}),
     "module states that are a number": lambda c: c["info"].update(module_extra=1),
     "gradients that are a number": lambda c: c["info"].update(gradients=1),
@@ -215,7 +220,7 @@ LOADS: dict[str, Forge] = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    extra = {"t": torch.arange(3), "f": float("inf"), "u": (1, (2,)), "$d": {"$tuple": 1}}
+    extra = {"t": torch.arange(3), "f": float("inf"), "u": (1, (2,)), "$d": {"$tuple": 1}, "i": {3: (4,)}}
     return save(tmp_path, *built(0), extra=extra)
 
 
@@ -242,7 +247,8 @@ def refused(path: Path, cases: dict[str, Forge], is_seen_without_a_model: bool) 
     assert torch.equal(torch.get_rng_state(), state)
     # And the one that was saved loads, in the same optimizer.
     loaded = shardopt.load_checkpoint(path, model, optimizer)
-    assert loaded["u"] == (1, (2,)) and loaded["$d"] == {"$tuple": 1} and model[0].calls == 2
+    assert loaded["u"] == (1, (2,)) and loaded["$d"] == {"$tuple": 1} and loaded["i"] == {3: (4,)}
+    assert model[0].calls == 2
     assert facts(model, optimizer) != before
     model(torch.randn(4, 16)).sum().backward()
     optimizer.step()

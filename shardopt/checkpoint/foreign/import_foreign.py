@@ -113,7 +113,7 @@ def write_import(plan: SavePlan, root: Path, advance: Callable[[int], None]) -> 
         CheckpointError: reading the source or writing the checkpoint failed; nothing was published.
     """
     plan.items = [replace(item, read=_counted(item, advance)) for item in plan.items]
-    was_there = files.is_directory(root)
+    was_there = files.leads_to_directory(root)
     try:
         target = publish.begin(root, plan.step)
     except OSError as error:
