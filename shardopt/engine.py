@@ -28,7 +28,7 @@ from .domain.relocate import move_states
 from .domain.tiers import tier_of
 from .domain.timings import Timings
 from .domain.unsharded import check_not_unsharded, unsharded
-from .errors import CommunicationError, ShardoptError, StateError
+from .errors import BindingError, CommunicationError, ShardoptError, StateError
 from .module.closure import RaiseNow
 from .module.gradients_at_once import reduce_together, sum_tied
 from .module.takeover import ModuleTakeover
@@ -119,7 +119,11 @@ class Engine(Bindings):
 
         has_parts = ZeroStage(self.options.stage).shards_gradients
         takeover = ModuleTakeover(module, has_parts, before_forward, groups, _takeovers)
-        takeover.check_covers(self.groups)
+        try:
+            takeover.check_covers(self.groups)
+        except BindingError:
+            takeover.close()  # no optimizer comes of this; who keeps the error keeps the hooks' engine alive
+            raise
         self.takeover = takeover
         self._at_the_end(ModuleTakeover.dropped, takeover)
 

@@ -180,6 +180,21 @@ def test_a_rank_that_syncs_late_finds_the_checkpoint_published(ranks: Pool, tmp_
     ranks.run(is_slow_to_sync, tmp_path, world=2)
 
 
+def test_the_script_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path is that of the call, also for what is written later."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = build(1)
+    train(model, optimizer, range(1))
+    with held_disk() as let_go:
+        saving = shardopt.save_checkpoint("runs", model, optimizer, asynchronous=True)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        let_go.set()
+        assert saving.wait().parent == tmp_path / "runs"
+    assert os.listdir() == []
+    shardopt.load_checkpoint("../runs", model, optimizer)
+
+
 def test_staging_memory_is_no_larger_than_what_is_saved(tmp_path: Path) -> None:
     """Pinned for the params' GPU, by pages: torch's own pinned memory is rounded up to a power of two."""
     runtime, gpu, copy = Runtime(refuses=False), torch.device("cuda", 2), Background.copy
