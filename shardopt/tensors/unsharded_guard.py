@@ -243,8 +243,9 @@ def _refusal(call: str, param: Any) -> ReleasedError:
     shape = tuple(param.shape) if isinstance(param, _Tensor) else "?"
     if is_known and keeper is None:
         return ReleasedError(
-            "call optimizer.close() on every rank before you drop the optimizer and the model: it makes params whole. "
-            f"{call} was called on a param of shape {shape} (stage 3), whose slices went with both of them."
+            "build or load the model again, and call optimizer.close() on every rank before you drop a stage 3 "
+            f"optimizer: it makes params whole. {call} was called on a param of shape {shape}, whose optimizer was "
+            "dropped without it, and this rank's slice with the optimizer."
         )
     name = None if keeper is None else keeper.name_of(param)
     return ReleasedError(

@@ -219,7 +219,9 @@ LIVING = []
 def main():
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 7)
-    opt = ShardedAdamW(model, stage=2)
+    torch.set_num_threads(2)
+    kept = {"states on disk": {"offload": folder}, "states in 8 bits": {"state_format": "int8"}}
+    opt = ShardedAdamW(model, stage=2, **kept.get(ending, {}))
     for _ in range(2):
         opt.zero_grad()
         model(torch.ones(2, 300)).sum().backward()
@@ -279,18 +281,20 @@ def run_fresh(script: Path, folder: Path, ending: str) -> list[Done]:
     return [Done(each.returncode, *texts) for each, texts in zip(ranks, told, strict=True)]
 
 
+def saved_at_the_end(script: Path, folder: Path, ending: str) -> None:
+    folder.mkdir()
+    ended = (run_fresh if ending == "in fresh interpreters" else run_forked)(script, folder, ending)
+    assert [each.returncode for each in ended] == [0, 0] and "saved" in ended[0].stdout, ended
+    state = torch.load(folder / "state.pt", weights_only=True)
+    assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())
+
+
 def test_at_the_end_of_a_script(tmp_path: Path) -> None:
     """The others are through with it while rank 0 still saves; they wait, unless something went wrong."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     for ending in ("destroyed", "closed", "several", "in fresh interpreters"):
-        folder = tmp_path / ending
-        folder.mkdir()
-        is_fresh = ending == "in fresh interpreters"
-        ended = (run_fresh if is_fresh else run_forked)(script, folder, ending)
-        assert [each.returncode for each in ended] == [0, 0] and "saved" in ended[0].stdout, ended
-        state = torch.load(folder / "state.pt", weights_only=True)
-        assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())
+        saved_at_the_end(script, tmp_path / ending, ending)
     for ending in ("raised", "killed"):
         folder = tmp_path / ending
         folder.mkdir()
@@ -298,6 +302,14 @@ def test_at_the_end_of_a_script(tmp_path: Path) -> None:
         assert [each.returncode for each in ended] == [1, 1 if ending == "raised" else -signal.SIGKILL], ended
         assert "CommunicationError" in ended[0].stderr and "rank 1" in ended[0].stderr
         assert "saved" not in ended[0].stdout
+
+
+def test_states_are_read_until_a_process_ends(tmp_path: Path) -> None:
+    """From the disk, and decoded on several threads, when the process's thread pools take no work any more."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    for ending in ("states on disk", "states in 8 bits"):
+        saved_at_the_end(script, tmp_path / ending, ending)
 
 
 def test_one_rank_needs_nobody() -> None:

@@ -93,7 +93,14 @@ class Pipeline:
             self._end_phase(job)
             return
         for move, part in zip(moves, job.parts, strict=True):
-            self._pool.submit(self._run, job, move, part)
+            try:
+                self._pool.submit(self._run, job, move, part)
+            except RuntimeError:
+                # Once the main thread is through, pools take no work. Another rank may still read states here. Test:
+                # test_states_are_read_until_a_process_ends.
+                if threading.main_thread().is_alive():
+                    raise
+                self._run(job, move, part)
 
     def _run(self, job: ChunkJob, move: Move, part: TransferBuffer) -> None:
         problem: Exception | None = None
