@@ -86,17 +86,8 @@ def _run_in_turn(run: Callable[[int], None], count: int, num_threads: int) -> No
             run(number)
 
     pool = _pool(num_threads)
-    tasks = []
+    tasks = [pool.submit(work) for _ in range(min(num_threads, count))]
     try:
-        try:
-            for _ in range(min(num_threads, count)):
-                tasks.append(pool.submit(work))
-        except RuntimeError:
-            # Once the main thread is through, pools take no work. Another rank may still read states here. Test:
-            # test_states_are_read_until_a_process_ends.
-            if threading.main_thread().is_alive():
-                raise
-            work()
         wait(tasks)
     finally:  # after Ctrl-C too: kernels hold addresses that the caller may free
         interrupted.set()

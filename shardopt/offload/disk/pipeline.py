@@ -97,7 +97,7 @@ class Pipeline:
                 self._pool.submit(self._run, job, move, part)
             except RuntimeError:
                 # Once the main thread is through, pools take no work. Another rank may still read states here. Test:
-                # test_states_are_read_until_a_process_ends.
+                # test_at_the_end_of_a_script.
                 if threading.main_thread().is_alive():
                     raise
                 self._run(job, move, part)
