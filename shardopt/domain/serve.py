@@ -192,8 +192,10 @@ def _send(peer: connection.Connection[Any, Any], slices: ServedSlices, request: 
         with readable(moment, next(numbers), name, *numbers) as found:
             peer.send_bytes(OK)
             peer.send_bytes(bytes_of(found))
-    except ShardoptError as error:
-        peer.send_bytes(ERROR + str(error).encode())
+    except (RuntimeError, MemoryError) as error:
+        # Reading failed here, and the peer's user needs to know why: a connection that ends in silence does not say.
+        kind = "" if isinstance(error, ShardoptError) else f"{type(error).__name__}: "
+        peer.send_bytes(ERROR + f"{kind}{error}"[:MAX_REQUEST].encode())
         return
     peer.send_bytes(OK)
     slices.last_asked = time.monotonic()

@@ -36,7 +36,10 @@ class ShardedParams:
 
     Attributes:
         gatherer: of the module; experts share it with the main domain, which leads.
+        is_dropped: the optimizer was dropped without ``close()``.
     """
+
+    is_dropped = False
 
     def __init__(
         self,

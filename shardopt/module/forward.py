@@ -160,6 +160,11 @@ class Forward:
         """True if params of the module are sharded."""
         return bool(self._units) and not self.is_closed
 
+    def note_dropped(self) -> None:
+        """Says to whoever reads a param that its optimizer is gone."""
+        for each in self._sharded:
+            each.is_dropped = True
+
     def close(self) -> None:
         """Removes all hooks; a backward through an older graph raises from now on."""
         self._remove()

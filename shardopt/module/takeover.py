@@ -360,6 +360,7 @@ class ModuleTakeover:
                 ResourceWarning,
                 stacklevel=2,
             )
+            self.forward.note_dropped()
         self.close()
 
     def close(self) -> None:

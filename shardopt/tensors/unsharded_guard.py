@@ -18,7 +18,13 @@ from ..errors import ReleasedError
 
 
 class SliceKeeper(Protocol):
-    """The keeper of this rank's slices of sharded params; a protocol, since domains lie above this folder."""
+    """The keeper of this rank's slices of sharded params; a protocol, since domains lie above this folder.
+
+    Attributes:
+        is_dropped: its optimizer was dropped without ``close()``.
+    """
+
+    is_dropped: bool
 
     def read(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Answers ``detach()`` of the released param: returns this rank's slice as a part."""
@@ -243,11 +249,16 @@ def _refusal(call: str, param: Any) -> ReleasedError:
     shape = tuple(param.shape) if isinstance(param, _Tensor) else "?"
     if is_known and keeper is None:
         return ReleasedError(
-            "build or load the model again, and call optimizer.close() on every rank before you drop a stage 3 "
-            f"optimizer: it makes params whole. {call} was called on a param of shape {shape}, whose optimizer was "
-            "dropped without it, and this rank's slice with the optimizer."
+            "call optimizer.close() on every rank before you drop the optimizer and the model: it makes params whole. "
+            f"{call} was called on a param of shape {shape} (stage 3), whose slices went with both of them."
         )
     name = None if keeper is None else keeper.name_of(param)
+    if keeper is not None and keeper.is_dropped:
+        return ReleasedError(
+            "build the model again, with the values that model.state_dict() still has: full_tensor() of each, on every "
+            f"rank. {call} was called on {name or 'a param'} of shape {shape}, whose stage 3 optimizer was dropped "
+            "without close(), which makes params whole, so nobody gathers it any more."
+        )
     return ReleasedError(
         "put the call in `with optimizer.unsharded():`, which every rank must enter and leave; or construct the "
         f"optimizer with {keep_pattern(name)} and the param stays whole on every rank. {call} was called on "

@@ -302,10 +302,14 @@ def dropped_at_stage_3(neighbours: bool) -> None:
     del opt
     gc.collect()
     weight, gone = model.hidden.weight, weakref.ref(model.hidden.bias)
-    with raises(ReleasedError, "unsharded"):
+    with raises(ReleasedError, "full_tensor()", "hidden.weight", "without close()"):
         weight.sum()
-    with raises(ReleasedError, "unsharded"):
+    with raises(ReleasedError, "full_tensor()"):
         loss_of(model, 0)
+    again = ShardedSGD(model, **SGD, stage=3, tuning=tuning(neighbours))  # which may have taken the first one's name
+    with raises(ReleasedError, "full_tensor()", "without close()"):
+        loss_of(model, 0)
+    del again
     assert torch.equal(weight.detach().full_tensor(), trained)
     del model
 

@@ -23,6 +23,7 @@ from shardopt.domain.peers import Peers, _connect
 from shardopt.domain.serve import ServedSlices, StateServer
 from shardopt.errors import StateError
 from tests.support.moments import until
+from tests.support.training import raises
 
 KEY = b"k" * 32
 
@@ -74,6 +75,24 @@ def test_strangers_hold_nothing_for_long() -> None:
     for each in silent:
         each.close()
     until(lambda: answering() <= before, "threads to end")
+
+
+def test_a_read_that_fails_is_told() -> None:
+    """Any error: a thread that ends without a word leaves the other rank without a reason."""
+
+    @contextmanager
+    def broken(*_: Any) -> Iterator[torch.Tensor]:
+        raise next(problems)
+        yield torch.empty(0)
+
+    server, slices = StateServer("AF_UNIX"), ServedSlices("token", KEY, broken, 2)
+    server.register(slices)
+    peers = Peers(server, slices, [None, server.address], 0, 60.0)
+    problems = iter([MemoryError("no room"), RuntimeError("x" * (1 << 17)), StateError("moved on")])
+    for words in ("reading exp_avg from rank 1: MemoryError: no room", "RuntimeError: xx", "rank 1: moved on"):
+        with raises(StateError, words):
+            peers.read(1, Moment(3), 0, "exp_avg", 2, torch.empty(5))
+    peers.disconnect()
 
 
 def test_nothing_that_is_said_shows_in_the_log() -> None:
