@@ -154,6 +154,21 @@ def test_gradients_are_saved_until_a_step_has_used_them(tmp_path: Path) -> None:
         assert all((param.grad is not None) == is_kept for param in other.parameters())
 
 
+def test_gradients_that_were_loaded_are_saved_again(tmp_path: Path) -> None:
+    """Also by an optimizer whose last step had used its own."""
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    first, second, third = (shardopt.ShardedSGD(model, lr=0.5, stage=2) for model in models)
+    models[0](torch.ones(1, 3)).sum().backward()
+    shardopt.save_checkpoint(tmp_path, models[0], first)
+    models[1](torch.ones(1, 3)).sum().backward()
+    second.step()
+    shardopt.load_checkpoint(tmp_path, models[1], second)
+    shardopt.save_checkpoint(tmp_path, models[1], second)
+    shardopt.load_checkpoint(tmp_path, models[2], third)
+    third.step()
+    assert torch.equal(models[2].weight, models[0].weight - 0.5)
+
+
 def whole_accumulation() -> dict[str, str]:
     model, optimizer = build(0)
     train(model, optimizer, range(2))
@@ -242,7 +257,8 @@ def a_whole_script(root: Path, is_resumed: bool) -> Any:
     params = list(model.parameters())
     optimizers = [shardopt.ShardedAdamW(params[:5], lr=0.1), shardopt.ShardedLion(params[5:], lr=0.01)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3) for optimizer in optimizers]
-    draws()
+    for _ in range(1 if is_resumed else 3):  # every generator has gone on when the checkpoint is made
+        draws()
     found: list[Any] = []
     first = 0
     if is_resumed:
@@ -290,6 +306,122 @@ def test_the_directory_is_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[s
         for command in (["inspect"], ["verify"], ["verify", "--all"], ["export", "--to", "safetensors"]):
             out = [str(tmp_path / f"weights of {directory.name}")] if "export" in command else []
             assert main([*command, str(directory), *out]) == 0, capsys.readouterr().err
+
+
+def of_bf16(seed: int, **keywords: Any) -> tuple[nn.Module, shardopt.ShardedOptimizer]:
+    """A model whose gradients are ones, after a step that moves masters and, as the rate is small, no weight."""
+    torch.manual_seed(seed)
+    model = nn.Linear(40, 30, bias=False).bfloat16()
+    optimizer = shardopt.ShardedSGD(model, lr=2.0**-30, momentum=0.5, **keywords)
+    model(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_a_master_that_was_not_saved_is_the_weight_itself(tmp_path: Path) -> None:
+    """The low bits of the present master belong to another training, even where it has the same weights."""
+    model, saved = of_bf16(0, master="none")
+    other, optimizer = of_bf16(0)
+    assert torch.equal(other.weight, model.weight)
+    assert not torch.equal(optimizer.state[other.weight]["master"], other.weight.float())
+    shardopt.save_checkpoint(tmp_path, model, saved)
+    shardopt.load_checkpoint(tmp_path, other, optimizer)
+    assert torch.equal(optimizer.state[other.weight]["master"], model.weight.float())
+
+
+def test_a_checkpoint_replaces_masters_that_waited_for_weights(tmp_path: Path) -> None:
+    """Of a state dict whose weights never came: a step from the checkpoint is that of the run that was saved."""
+    model, optimizer = of_bf16(0, master="split")
+    other, foreign = of_bf16(1, master="split")
+    shardopt.save_checkpoint(tmp_path, model, optimizer)
+    twin, resumed = of_bf16(0, master="split")
+    resumed.load_state_dict(foreign.state_dict())  # other.weight is not loaded
+    shardopt.load_checkpoint(tmp_path, twin, resumed)
+    assert digest(resumed) == digest(optimizer)
+    for each, its in ((model, optimizer), (twin, resumed)):
+        each(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
+        its.step()
+    assert digest(resumed) == digest(optimizer) and not torch.equal(other.weight, twin.weight)
+
+
+def test_the_newest_is_loaded_where_nothing_says_which_is_the_latest(tmp_path: Path) -> None:
+    """A process ended before it wrote ``latest``. A checkpoint holds the ranks' files, its owner's and a manifest."""
+    module = nn.Linear(2, 2)
+    for step in (7, 5):
+        path = shardopt.save_checkpoint(tmp_path, module, step=step).path
+        names = sorted(each.name for each in path.iterdir())
+        assert names == ["manifest.json", f"owner-{path.name[-16:]}", "rank-00000.safetensors"]
+    (tmp_path / "latest").unlink()
+    assert shardopt.load_checkpoint(tmp_path, module).step == 5
+
+
+def test_a_rate_in_a_tensor_is_loaded_into_that_tensor(tmp_path: Path) -> None:
+    """Schedulers hold the group, and compiled code the tensor."""
+    model = nn.Linear(3, 2)
+    optimizer = shardopt.ShardedSGD(model, lr=torch.tensor(0.5))
+    shardopt.save_checkpoint(tmp_path, model, optimizer)
+    (group,) = optimizer.param_groups
+    rate = group["lr"]
+    rate.fill_(0.125)
+    shardopt.load_checkpoint(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0] is group and group["lr"] is rate and float(rate) == 0.5
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_an_average_that_was_not_saved_begins_with_the_weights(master: str, tmp_path: Path) -> None:
+    """Whatever average was kept before the load; so does that of a state dict."""
+
+    def step(model: nn.Module, optimizer: shardopt.ShardedOptimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 40, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    made = []
+    for seed, ema in enumerate((None, 0.5)):
+        torch.manual_seed(seed)
+        model = nn.Linear(40, 30).bfloat16()
+        made.append((model, shardopt.ShardedSGD(model, lr=0.5, momentum=0.5, ema=ema, master=master)))
+        for _ in range(2):
+            step(*made[-1])
+    (model, saved), (other, averaging) = made
+    shardopt.save_checkpoint(tmp_path, model, saved)
+    assert not shardopt.load_checkpoint(tmp_path, other, averaging).mismatches
+    with averaging.unsharded(ema=True):
+        assert all(torch.equal(*both) for both in zip(other.parameters(), model.parameters(), strict=True))
+    begun = [param.detach().float() for param in model.parameters()]
+    step(other, averaging)
+    for start, param in zip(begun, other.parameters(), strict=True):
+        average, now = averaging.state[param]["ema"], averaging.state[param]["master"]
+        torch.testing.assert_close(average, (start + now) / 2, rtol=0, atol=2**-8 * float(start.abs().max()))
+        assert not torch.equal(average, now)
+
+
+def test_a_skipped_step_has_used_its_gradients(tmp_path: Path) -> None:
+    """They are not saved: an Inf that was skipped would come back with the checkpoint."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = shardopt.ShardedSGD(model, lr=0.1, stage=2)
+    (model(torch.ones(1, 3)).sum() * torch.inf).backward()
+    with pytest.warns(UserWarning, match="all ranks skipped this step"):
+        optimizer.step()
+    shardopt.save_checkpoint(tmp_path, model, optimizer)
+    again = shardopt.ShardedSGD(other, lr=0.1, stage=2)
+    shardopt.load_checkpoint(tmp_path, other, again)
+    assert all(param.grad is None for param in other.parameters())
+
+
+def test_a_compiled_module_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    model, other = Net(1), Net(2)
+    optimizer = shardopt.ShardedAdamW(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    compiled = torch.compile(model, backend="eager")
+    saving = shardopt.save_checkpoint(tmp_path, compiled, optimizer, asynchronous=True)
+    shardopt.save_checkpoint(tmp_path, model, optimizer)  # of one module: it waits for the save before
+    assert saving.done
+    again = shardopt.ShardedAdamW(other)
+    shardopt.load_checkpoint(saving.wait(), torch.compile(other, backend="eager"), again)
+    assert digest(again) == digest(optimizer)
 
 
 def test_tensors_with_gaps_in_memory(tmp_path: Path) -> None:

@@ -130,6 +130,13 @@ def on_one_rank(directory: Path) -> None:
             keywords = {"directory": directory, **(given if mine else {})}
             shardopt.load_checkpoint(module=model, optimizer=optimizer, **keywords)
     assert shardopt.load_checkpoint(directory, model, optimizer).step == 1
+    # Ranks that save other things, or otherwise, would publish a checkpoint of which nobody knows what it holds.
+    there = sorted(os.listdir(directory))
+    for option, other in (("keep", 2), ("asynchronous", True), ("allow_nonfinite", True), ("full_precision", True)):
+        dist.barrier()
+        with raises(CheckpointError, "ranks differ", option):
+            shardopt.save_checkpoint(directory, model, optimizer, **({option: other} if mine else {}))
+        assert sorted(os.listdir(directory)) == there
 
 
 def test_what_is_wrong_on_one_rank(ranks: Pool, tmp_path: Path) -> None:

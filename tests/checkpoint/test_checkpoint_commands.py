@@ -150,6 +150,67 @@ def test_all_of_an_export_is_on_the_disk_before_it_has_its_name(tmp_path: Path) 
     assert len(renamed) == 6
 
 
+def test_carried_scalars_and_params_without_a_state_are_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's NAdam goes on from the file; a param that no step has reached begins there as it would here."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4))]
+    module, optimizer = torch.nn.ParameterList(params), shardopt.ShardedNAdam(params, lr=0.125)
+    for step in range(3):
+        params[0].grad = torch.full((5, 3), 1.0 + step)
+        optimizer.step()
+    save_checkpoint(tmp_path / "runs", module, optimizer)
+    assert main(["export", str(tmp_path / "runs"), "--to", "torch", str(tmp_path / "opt.pt")]) == 0
+    loaded = torch.load(tmp_path / "opt.pt", weights_only=True)
+    assert loaded["state"].keys() == {0} and loaded["state"][0].keys() == optimizer.state[params[0]].keys()
+    for name, value in optimizer.state[params[0]].items():
+        assert same_bits(loaded["state"][0][name], value), name
+    twins = copy.deepcopy(params)
+    theirs = torch.optim.NAdam(twins, lr=7.0)
+    theirs.load_state_dict(loaded)
+    for its_params, each in ((params, optimizer), (twins, theirs)):
+        for param in its_params:
+            param.grad = torch.ones_like(param)
+        each.step()
+    for mine, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(mine, twin, rtol=1e-6, atol=1e-7)
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "runs"), "--to", "torch", str(tmp_path / "x.pt"), "--optimizer", "1"]) == 1
+    assert "give --optimizer below 1" in capsys.readouterr().err and not (tmp_path / "x.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_an_export_that_fails_leaves_what_was_there(kind: str, tmp_path: Path) -> None:
+    model, optimizer = build(0)
+    train(model, optimizer, range(1))
+    path = save(tmp_path / "runs", model, optimizer)
+    (tmp_path / "out").write_text("of before")
+    data = path / "rank-00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-2000] + bytes(2000))  # the elements that are read last
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2 :] = bytes(len(damaged) - len(damaged) // 2)
+    data.write_bytes(damaged)
+    assert main(["export", str(tmp_path / "runs"), "--to", kind, str(tmp_path / "out")]) == 1
+    assert (tmp_path / "out").read_text() == "of before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "runs"]
+
+
+def test_inspect_tells_what_was_accumulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = shardopt.ShardedSGD(model, lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    with optimizer.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    save_checkpoint(tmp_path, model, optimizer)
+    assert main(["inspect", str(tmp_path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "gradient" in line]
+    assert [row[:5] for row in rows if row[0] == "weight"] == [
+        ["weight", "gradient", "of", "rank", "0"],
+        ["weight", "gradient", "[2,", "3]", "F32"],
+    ], rows
+
+
 def test_values_may_take_more_bytes_than_what_was_saved_of_them(tmp_path: Path) -> None:
     """The low halves of split masters take two bytes an element, or one; a chunk of them is exported as fp32."""
     for master in ("split", "split24"):

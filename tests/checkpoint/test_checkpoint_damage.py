@@ -229,6 +229,101 @@ def test_an_average_that_nobody_keeps_is_refused_with_the_keyword_that_keeps_it(
     assert "ema" not in state
 
 
+def test_what_else_does_not_fit_is_listed(tmp_path: Path) -> None:
+    """A buffer of another shape or dtype, a param that nobody trains, another number of optimizers."""
+
+    def of(model: nn.Module, *parts: nn.Module, buffer: torch.Tensor) -> Any:
+        model.register_buffer("kept", buffer)
+        made = [ShardedSGD(each.parameters(), lr=0.5, momentum=0.5) for each in parts]
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        for optimizer in made:
+            optimizer.step()
+        return model, made
+
+    def one(**weights: torch.Tensor) -> Any:
+        return Two(**weights)
+
+    cells = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}
+    model = one(**cells)
+    path = save(tmp_path, *of(model, model.a, buffer=torch.zeros(3)))
+    for buffer, both, words in (
+        (torch.ones(2), False, ("buffer 'kept' is [2] of torch.float32, in the checkpoint [3] of torch.float32",)),
+        (torch.ones(3).int(), False, ("buffer 'kept' is [3] of torch.int32, in the checkpoint [3] of torch.float32",)),
+        (
+            torch.ones(3),
+            True,
+            (
+                "param 'b.weight' is in no optimizer in the checkpoint",
+                "2 optimizers were given, the checkpoint holds 1",
+            ),
+        ),
+    ):
+        other = one(a=torch.ones(4), b=torch.ones(2, 3))
+        parts = (other.a, other.b) if both else (other.a,)
+        _, optimizers = of(other, *parts, buffer=buffer.clone())
+        before = [param.detach().clone() for param in other.parameters()]
+        with raises(CheckpointError, "Nothing was loaded", *words):
+            shardopt.load_checkpoint(path, other, optimizers)
+        assert all(torch.equal(*pair) for pair in zip(other.parameters(), before, strict=True))
+        found = shardopt.load_checkpoint(path, other, optimizers, strict=False)
+        assert all(word in found.mismatches for word in words), found.mismatches
+        assert all(torch.equal(*pair) for pair in zip(other.parameters(), model.parameters(), strict=True))
+        assert torch.equal(other.kept, torch.zeros(3) if both else buffer)
+    reversed_ = one(**cells)
+    saved = save(tmp_path / "both", *of(reversed_, reversed_, buffer=torch.zeros(3)))
+    other = one(**cells)
+    with raises(CheckpointError, "param 'b.weight' is in no optimizer here"):
+        shardopt.load_checkpoint(saved, *of(other, other.a, buffer=torch.zeros(3)))
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", 1e39), ("capturable", True), ("differentiable", True)])
+def test_groups_that_no_step_can_use_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    """A number that is finite here and infinite in the kernel, and what a constructor refuses."""
+    model, optimizer = two(a=torch.zeros(4))
+    optimizer.param_groups[0][key] = value
+    save(tmp_path, model, optimizer)
+    other, fresh = two(a=torch.ones(4))
+    before = facts(other, fresh)
+    with raises(CheckpointError, "group 0 of optimizer 0 holds hyper-parameters that no step", key, "Nothing was"):
+        shardopt.load_checkpoint(tmp_path, other, fresh)
+    assert facts(other, fresh) == before
+
+
+def test_what_has_no_values_no_name_or_no_dense_elements_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        meta = nn.Linear(3, 2)
+    sparse = nn.Linear(3, 2)
+    sparse.register_buffer("mask", torch.eye(3).to_sparse())
+    for model, optimizer, words in (
+        (meta, None, ("call bind() first", "'weight' is on the meta device")),
+        (meta, ShardedAdamW(meta, stage=3), ("call bind() first", "'weight' is on the meta device")),
+        (sparse, None, ("to a dense tensor of a common dtype", "mask", "Nothing was saved")),
+        (nn.Linear(3, 2), ShardedAdamW(nn.Linear(3, 2).parameters()), ("give the module that holds all params",)),
+    ):
+        with raises(CheckpointError, *words):
+            save(tmp_path, model, optimizer)
+        assert not list(tmp_path.glob("*"))
+    path = save(tmp_path, nn.Linear(3, 2), None)
+    with raises(CheckpointError, "give the optimizer of 'weight' too", "no memory to load into"):
+        shardopt.load_checkpoint(path, meta)
+
+
+def test_gradients_that_nobody_would_add_to_are_not_lost(tmp_path: Path) -> None:
+    """Those of a checkpoint in the middle of an accumulation need the module, as the one that was saved had it."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = ShardedSGD(model, lr=0.5, stage=2)
+    model(torch.ones(1, 3)).sum().backward()
+    save(tmp_path, model, optimizer)
+    before = other.weight.detach().clone()
+    for given in ({"params": other.parameters()}, {"params": other, "release_gradients": True}):
+        alone = ShardedSGD(**given, lr=0.5)  # type: ignore[arg-type]
+        with raises(CheckpointError, "hand the module over", "accumulated gradients of", "would be lost"):
+            shardopt.load_checkpoint(tmp_path, other, alone)
+        assert torch.equal(other.weight, before)
+        alone.close()
+
+
 def test_ties_buffers_and_unbound_optimizers(tmp_path: Path) -> None:
     path = save(tmp_path, *two(a=torch.zeros(4), b=torch.zeros(4)))
     tied = Two(a=torch.ones(4), b=torch.ones(4))

@@ -126,6 +126,16 @@ def test_states_that_a_step_alone_can_begin_are_refused() -> None:
         shardopt.prepare_states(shardopt.ShardedNAdam([torch.nn.Parameter(torch.zeros(3))]))
 
 
+def test_what_no_step_could_use_is_not_bound() -> None:
+    """Before a state is made: of a rate that is not one number, as a step says it."""
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = shardopt.ShardedSGD([param], lr=0.5, momentum=0.5)
+    optimizer.param_groups[0]["lr"] = torch.ones(2)
+    with pytest.raises(TypeError, match=r"assign a number to \['lr'\] of param group 0"):
+        shardopt.prepare_states(optimizer)
+    assert not optimizer.state and "not bound" in repr(optimizer)
+
+
 def test_prepared_states_are_those_of_a_first_step() -> None:
     found = []
     for prepared in (False, True):

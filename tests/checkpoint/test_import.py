@@ -253,6 +253,50 @@ def test_what_is_not_clear_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFi
     assert "optimizer state dicts" in refused(capsys, other, plain[1], str(other))
 
 
+def test_what_does_not_belong_together_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of other params, several models, a count that is none, half of a file: nothing is guessed or written."""
+    target, first, second = tmp_path / "runs", tmp_path / "first.pt", tmp_path / "second.pt"
+
+    def told(*sources: Path, more: tuple[str, ...] = ()) -> str:
+        return refused(capsys, target, *map(str, sources), str(target), *more)
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    weights, states = model.state_dict(), optimizer.state_dict()
+    torch.save(states, first)
+    torch.save(weights, second)
+    names = tmp_path / "names.txt"
+    for listed, words in (
+        (["0.weight", "0.bias", "0.weight", "1.bias"], "give each param of the optimizer a name of its own"),
+        (["module.0.weight", "0.bias", "1.weight", "1.bias"], "['module.0.weight'] are not in the model's state dict"),
+    ):
+        names.write_text("\n".join(listed))
+        assert words in told(first, second, more=("--names", str(names)))
+    assert "give one folder to --from dcp, found 2 sources" in told(first, second, more=("--from", "dcp"))
+    torch.save({"student": weights, "teacher": weights}, second)
+    assert "has 2 dicts of tensors, at ['1.student', '1.teacher']" in told(first, second)
+    torch.save(weights, second)
+    for step in (2.5, -1.0):
+        states["state"][2]["step"] = torch.tensor(step)
+        torch.save(states, first)
+        assert f"the step count of '1.weight' is {step}" in told(first, second)
+    half = tmp_path / "half.safetensors"
+    whole = (FIXTURES / "plain" / "model.safetensors").read_bytes()
+    half.write_bytes(whole[: len(whole) // 2])
+    assert "half.safetensors is not a whole safetensors file" in told(FIXTURES / "plain" / "optimizer.pt", half)
+    # Pieces of a distributed checkpoint that overlap, though they have as many elements as the tensor.
+    folder = copied("fsdp2", tmp_path)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    pieces = index.state_dict_metadata["model.hidden.weight"].chunks
+    assert len(pieces) == 2
+    pieces[1].offsets = torch.Size([pieces[0].offsets[0] + 1, *pieces[1].offsets[1:]])
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    assert "the pieces of 'model.hidden.weight'" in told(folder, more=(*CLEAR, "--from", "dcp"))
+
+
 def test_names_by_order() -> None:
     model = {"a": (3, 2), "a.b": (3,), "b": (3, 2), "c": (4,)}
     assert name_by_order([[(3, 2), (3,), (3, 2), (4,)]], model) == [["a", "a.b", "b", "c"]]

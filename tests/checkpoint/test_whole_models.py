@@ -225,12 +225,51 @@ def by_hand(value: float) -> tuple[nn.Module, Any]:
     return stage, optimizer
 
 
+class Told(nn.Linear):
+    """With an extra state."""
+
+    def __init__(self, told: int) -> None:
+        super().__init__(2, 2)
+        self.told = told
+
+    def get_extra_state(self) -> int:
+        return self.told
+
+    def set_extra_state(self, state: int) -> None:
+        self.told = state
+
+
+def refuses_what_differs(root: Path, alone: dist.ProcessGroup) -> None:
+    """One name for params of other shapes or dtypes, groups of other values, one module with two extra states."""
+    rank = dist.get_rank()
+    common = {"process_group": alone, "norm_group": dist.group.WORLD}
+    for mine, words in (
+        (nn.Linear(2, 2 + rank), ("different params", "'weight' is [2, 2] of", "and [3, 2] of", "Nothing was written")),
+        (nn.Linear(2, 2).to((torch.float32, torch.bfloat16)[rank]), ("different params", "bfloat16 on ranks [1]")),
+    ):
+        with raises(CheckpointError, *words):
+            save_checkpoint(root, mine, shardopt.ShardedSGD(mine.parameters(), lr=0.5, **common))
+    module = nn.Sequential(Told(rank))
+    for param in module.parameters():
+        nn.init.ones_(param)  # tied: the same bits on both ranks
+    names = {module[0]: f"layers.{rank}"}
+    uneven = shardopt.ShardedSGD(module.parameters(), lr=0.5 + rank, **common)
+    with raises(CheckpointError, "the same param groups with the same values", ".lr is 0.5 on ranks [0], 1.5 on"):
+        save_checkpoint(root, module, uneven, names=names)
+    optimizer = shardopt.ShardedSGD([{"params": module.parameters()}], lr=0.5, **common)
+    module.append(nn.Linear(2, 2))
+    with raises(CheckpointError, "the extra states of modules 'same'"):
+        save_checkpoint(root, module, optimizer, names={module[0]: "same", module[1]: f"other.{rank}"})
+
+
 def saves_by_hand(root: Path) -> None:
     stage, optimizer = by_hand(1.0 + dist.get_rank())
     with raises(CheckpointError, "names={module:", "'0.weight' differs between ranks [0] and ranks [1]"):
         save_checkpoint(root, stage, optimizer)
     assert not root.exists(), "nothing was written"
     rank = dist.get_rank()
+    refuses_what_differs(root, [dist.new_group([each]) for each in range(2)][rank])
+    assert not root.exists(), "nothing was written"
     names = {stage: f"stages.{rank}", stage[1]: f"norms.{rank}"}
     expected = {name: value.clone() for name, value in stage.state_dict().items()}
     path = save_checkpoint(root, stage, optimizer, names=names).wait()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardopt
 from shardopt import DisagreementError, Tuning, load_checkpoint, save_checkpoint
-from shardopt.errors import BindingError, CommunicationError, OffloadError, ShardoptError
+from shardopt.errors import BindingError, CommunicationError, OffloadError, ShardoptError, StateError
 from tests.support.composed import OPTIONS, STATES, Block, assert_close, batch, loss_of, whole
 from tests.support.linear_moe import BATCHES, LinearMixture
 from tests.support.moe import NUM, Expert, Mixture, WholeModel, close, groups_of, is_of, mixtures, name_of
@@ -372,6 +372,30 @@ def refuses() -> None:
         model, groups = made()
         groups[1]["process_group"] = dist.group.WORLD
         forward(model, groups, process_group=own, norm_group=dist.group.WORLD)
+    # The batch is that of all ranks, though the expert is this rank's alone.
+    model, groups = made()
+    model[0].requires_grad_(False)
+    optimizer = shardopt.ShardedAdamW(groups[1:], module=model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ShardoptError, match="this rank's own, not the mean over ranks"):
+        optimizer.step()
+    optimizer.close()
+    # States that no rank has all of are neither gathered on one rank nor moved.
+    model, groups = made()
+    optimizer = shardopt.ShardedAdamW(groups, module=model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    memory = optimizer.memory()
+    with pytest.raises(StateError, match=r"state_dict\(\) on one rank of each process_group"):
+        optimizer.consolidate_state_dict()
+    with pytest.raises(ShardoptError, match=r"several process groups.*Give each its own optimizer"):
+        optimizer.offload()
+    assert optimizer.memory() == memory and memory["state"]["device"] > 0
+    optimizer.close()
 
 
 def test_what_cannot_be_right_is_refused(ranks: Pool) -> None:

@@ -1,5 +1,6 @@
 """Device meshes and process groups: whose params are whose, and which ranks average, whichever way ranks are named."""
 
+import copy
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ def groups_of_one_mesh() -> None:
     optimizer.step()
     assert all(bool((param == 0.5).all()) for param in params), [float(param[0]) for param in params]
     assert repr(optimizer).count("ranks=2") == 1  # one domain for both
+    others, copied = copy.deepcopy((params, optimizer))  # the ranks are those of the original
+    kept = [group.get("process_group") for group in optimizer.param_groups]
+    assert [group.get("process_group") for group in copied.param_groups] == kept and kept[1] is not None
+    for param in others:
+        param.grad = torch.ones_like(param)
+    copied.step()
+    assert all(bool((param == 0.0).all()) for param in others) and all(bool((param == 0.5).all()) for param in params)
+    assert (copied.updates, optimizer.updates) == (2, 1)
 
 
 def ranks_of_ddp() -> None:
@@ -135,6 +144,78 @@ def refused_at_first_sight() -> None:
     optimizer = shardopt.ShardedSGD([param], lr=0.5, process_group=mesh["dp"], tuning=Tuning(timeout=60))
     with raises(BindingError if rank == 1 else DisagreementError, "parts of a sum"):
         optimizer.step()
+
+
+def refused_at_construction() -> None:
+    """Which of three dimensions share the states is not known; a pipeline cannot skip what was updated in backward."""
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+    params = [nn.Parameter(torch.ones(3))]
+    for given, where in (
+        ({"params": params, "process_group": mesh}, "process_group has 3 dimensions"),
+        ({"params": [{"params": params, "process_group": mesh}]}, "process_group of a param group has 3 dimensions"),
+    ):
+        with raises(ValueError, "slice the DeviceMesh to two dimensions", where):
+            shardopt.ShardedSGD(**given, lr=0.5)
+    with raises(ValueError, "omit release_gradients", "with norm_group"):
+        shardopt.ShardedSGD(nn.Linear(3, 2), lr=0.5, release_gradients=True, norm_group=dist.group.WORLD)
+    optimizer = shardopt.ShardedSGD(params, lr=0.5, process_group=mesh["a", "b"])
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    assert params[0].tolist() == [0.5, 0.5, 0.5]
+
+
+def clipped_apart() -> None:
+    """Two stages of a pipeline: what decides on the whole model is the same on all of its ranks, or no rank steps."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    for name, given in (
+        ("max_grad_norm", {"max_grad_norm": 1.0 + rank}),
+        ("nonfinite", {"tuning": Tuning(nonfinite=("skip", "propagate")[rank])}),
+    ):
+        param = nn.Parameter(torch.ones(3))
+        common = {"lr": 0.5, "process_group": alone, "norm_group": dist.group.WORLD}
+        optimizer = shardopt.ShardedSGD([param], **common, **given)  # type: ignore[arg-type]
+        param.grad = torch.ones(3)
+        with raises(DisagreementError, f"ranks differ in {name}"):
+            optimizer.step()
+        assert param.tolist() == [1.0, 1.0, 1.0] and optimizer.updates == 0
+
+
+def test_stages_of_a_pipeline_clip_and_skip_alike(ranks: Pool) -> None:
+    ranks.run(clipped_apart, world=2)
+
+
+class Copied(nn.Module):
+    """A weight that is cut over a tensor mesh, and a gain of which all of its ranks have copies."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> torch.Tensor:
+        return 2 * self.weight.to_local().sum() + 3 * self.gain.sum()
+
+
+def copies_in_the_norm() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    for given in ({"release_gradients": True}, {"max_grad_norm": 1e9}):
+        model = Copied(mesh["tensor"])
+        optimizer = shardopt.ShardedSGD(model, lr=0.5, process_group=mesh["data"].get_group(), **given)  # type: ignore[arg-type]
+        model().backward()
+        optimizer.step()
+        assert optimizer.grad_norm == (12 * 2**2 + 3 * 3**2) ** 0.5, given
+        assert bool((model.weight.to_local() == 0.0).all()) and bool((model.gain == -0.5).all())
+        optimizer.close()
+
+
+def test_the_norm_counts_copies_once(ranks: Pool) -> None:
+    """Where gradients are released as well."""
+    ranks.run(copies_in_the_norm, world=2)
+
+
+def test_groups_that_say_too_much_are_refused(ranks: Pool) -> None:
+    ranks.run(refused_at_construction, world=1)
 
 
 def test_mates_hear_of_what_is_refused(ranks: Pool) -> None:

@@ -47,6 +47,18 @@ def test_the_first_step_is_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert len(events) == 8 and {each["ph"] for each in events} == {"X"}
 
 
+def test_medians_are_over_the_last_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a page of slow steps at the beginning is forgotten, and one slow step changes nothing."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+    for step in range(301):
+        with clock.phase("update"):
+            now[0] += float(step)
+        clock.end_step()
+    assert dict(clock.read()) == {"update": 250.5}  # of 201 to 300
+
+
 def profiled(stage: int, folder: str) -> tuple[set[str], set[str], set[str]]:
     """What torch's profiler shows of a step, what the timings have, and what a trace names."""
     torch.manual_seed(0)

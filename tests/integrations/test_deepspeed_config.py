@@ -249,6 +249,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipping": "auto"}, "gradient_clipping': ..."),
     ({"fp16": {"enabled": "auto"}}, "fp16.enabled': ..."),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "warmup_num_steps': ..."),
+    (
+        {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}},
+        "lr_range_test_step_size must be at least 1, found 0",
+    ),
 ]
 
 

@@ -111,6 +111,49 @@ def one_params_state() -> None:
     again.close()
 
 
+def contexts_within_contexts() -> None:
+    """An inner ``no_sync()`` ends without ending the outer one: gradients stay this rank's own until it ends, too."""
+    model = nn.Linear(2, 1, bias=False)
+    opt = ShardedSGD(model, lr=1.0, stage=1)
+    mine = torch.full((1, 2), 1.0 + dist.get_rank())
+    with opt.no_sync():
+        with opt.no_sync():
+            model(mine).sum().backward()
+        model(mine).sum().backward()
+        assert torch.equal(model.weight.grad, 2 * mine)
+    model(mine).sum().backward()
+    before = model.weight.detach().clone()
+    opt.step()
+    assert torch.equal(model.weight.detach(), before - 4.5)  # the mean of 3 and 6
+    opt.close()
+
+
+def reduced_by_backward() -> None:
+    """``reduce_gradients()`` does nothing where every backward reduces, and asks nobody."""
+    for options in (
+        {"stage": 2},
+        {"stage": 3, "tuning": Tuning(keep_below=0)},
+        {"stage": 1, "release_gradients": True},
+    ):
+        model = nn.Linear(2, 1, bias=False)
+        opt = ShardedSGD(model, lr=1.0, **options)  # type: ignore[arg-type]
+        with opt.unsharded():
+            before = model.weight.detach().clone()
+        for _ in range(1 if "release_gradients" in options else 2):
+            model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+            if dist.get_rank() == 0:
+                opt.reduce_gradients()
+        opt.step()
+        with opt.unsharded():
+            assert torch.equal(model.weight.detach(), before - (1.5 if "release_gradients" in options else 3.0))
+        opt.close()
+
+
 def test_around_a_training(ranks: Pool) -> None:
     for function in (moved_to_where_it_is, wrapped_after_the_handover, updates_are_counted, one_params_state):
+        ranks.run(function, world=2)
+
+
+def test_what_is_reduced_when(ranks: Pool) -> None:
+    for function in (contexts_within_contexts, reduced_by_backward):
         ranks.run(function, world=2)

@@ -24,7 +24,7 @@ from shardopt import (
     ShardoptError,
     Tuning,
 )
-from tests.support.comparing import snapshot
+from tests.support.comparing import equal_on_ranks, snapshot
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
 
@@ -307,3 +307,24 @@ def closures_norms_and_setters() -> None:
 
 def test_closures_norms_and_other_joinables(ranks: Pool) -> None:
     ranks.run(closures_norms_and_setters, world=2)
+
+
+def follows_a_tensor() -> None:
+    """A rate that a scheduler writes into a tensor is followed in that tensor, which compiled code may hold."""
+    rank, rate = dist.get_rank(), torch.tensor(0.5)
+    model, whole = Net(), Net()
+    opt = ShardedSGD(model, lr=rate, stage=2, tuning=Tuning(timeout=60))
+    with opt.join():
+        for step in range(1 + 2 * rank):
+            rate.fill_(0.5 ** (1 + step))
+            opt.zero_grad()
+            model(batch(step)).backward()
+            opt.step()
+    assert opt.param_groups[0]["lr"] is rate and float(rate) == 0.125 and opt.updates == 3
+    equal_on_ranks(model.parameters())
+    assert all(bool((mine != other).any()) for mine, other in zip(model.parameters(), whole.parameters(), strict=True))
+    opt.close()
+
+
+def test_a_rate_in_a_tensor_is_followed(ranks: Pool) -> None:
+    ranks.run(follows_a_tensor, world=2)

@@ -11,7 +11,7 @@ import torch
 import shardopt
 from shardopt import Offload, Tuning
 from shardopt.config import Options
-from tests.optim.test_every_argument import OFFLOAD, OPTIONS, TUNING
+from tests.optim.test_every_argument import OFFLOAD, OPTIONS, TUNING, public
 from tests.support.cases import CASES
 from tests.support.norm_rules import NORM_CASES
 from tests.support.paths import ROOT
@@ -113,6 +113,66 @@ def test_methods_are_added_on_purpose() -> None:
     joins = shardopt.ShardedOptimizer.join, torch.nn.parallel.DistributedDataParallel.join
     own_join, theirs = (inspect.signature(each).parameters.values() for each in joins)
     assert [(each.name, each.default) for each in own_join] == [(each.name, each.default) for each in theirs]
+
+
+# Of what torch does not have. Those of Options, Tuning and Offload are in the tables of the pages.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ShardedLAMB": {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "trust": False, "maximize": False
+    },
+    "ShardedLARS": {
+        "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "trust_coefficient": 1e-3, "eps": 1e-8, "trust": False,
+        "maximize": False,
+    },
+    "ShardedLion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
+    "from_deepspeed_config": dict.fromkeys(("params", "optimizer", "auto", "process_group")),
+    "load_checkpoint": {"optimizer": None, "strict": True, "names": None},
+    "matrix_rule": {},
+    "partition_activations": {
+        "process_group": None, "offload": None, "keep_below": 4096, "check": False, "timeout": None
+    },
+    "prepare_states": {},
+    "rule": {
+        "states": (), "carried": (), "counts_steps": True, "nonnegative": (), "tolerates": None, "initial": None,
+        "of_param": (),
+    },
+    "save_checkpoint": {
+        "optimizer": None, "extra": None, "step": None, "keep": None, "asynchronous": False, "allow_nonfinite": False,
+        "full_precision": False, "names": None,
+    },
+    "verify": {
+        "steps": 20, "optimizer": shardopt.ShardedAdamW, "reference": None, "loss": None, "stages": (0, 1, 2, 3),
+        "ways": ({},), "tolerance": 1e-3,
+    },
+}  # fmt: skip
+DEFAULTS_OF_METHODS: dict[str, dict[str, Any]] = {
+    "bind": {"state_dict": None, "init_fn": None},
+    "consolidate_state_dict": {"to": 0},
+    "join": {"divide_by_initial_world_size": True, "enable": True, "throw_on_early_termination": False},
+    "join_hook": {"divide_by_initial_world_size": True},
+    "log": {"every": 10},
+    "monitor": {"every": 1.0},
+    "offload": {"to": "cpu"},
+    "step": {"closure": None},
+    "unsharded": {"ema": False},
+    "zero_grad": {"set_to_none": True},
+}
+
+
+def defaults_of(function: Any) -> dict[str, Any]:
+    arguments = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in arguments if each.default is not inspect.Parameter.empty}
+
+
+def test_defaults_are_changed_on_purpose() -> None:
+    """A script that does not give an argument does today what it did before."""
+    of_torch = {f"Sharded{name}" for name in TORCH_CLASSES} | {"ShardedMuon"}  # compared with torch's own
+    elsewhere = of_torch | {"ShardedOptimizer", "Tuning", "Offload"}
+    assert {name: defaults_of(getattr(shardopt, name)) for name in public() if name not in elsewhere} == DEFAULTS
+    methods = inspect.getmembers(shardopt.ShardedOptimizer, inspect.isfunction)
+    ours = {name: each for name, each in methods if name[0] != "_" and each.__module__.startswith("shardopt")}
+    own = {name: defaults_of(each) for name, each in ours.items()}
+    assert {name: found for name, found in own.items() if found} == DEFAULTS_OF_METHODS
 
 
 @pytest.mark.parametrize("name", TORCH_CLASSES)

@@ -103,6 +103,11 @@ def test_ranks_tell_what_travels_and_top_shows_it(
     (folder / "rank0.json").write_text(json.dumps(later))
     (folder / "rank1.json").write_text(json.dumps({**later, "rank": 1, "ranks": 2, "time": 0}))
     assert read(folder) == [later], "a file of an earlier training of more ranks"
+    for rank, facts in enumerate(({"step": 3, "grad_norm": 0.5}, {"step": 3})):
+        told_of_rank = {**later, "rank": rank, "ranks": 2, "facts": facts}
+        (folder / f"rank{rank}.json").write_text(json.dumps(told_of_rank))
+    assert main(["top", str(folder)]) == 0
+    assert ["grad_norm", "0.5", "-"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def monitored_by_halves(folder: str) -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
+from torch.testing._internal.two_tensor import TwoTensor
 
 from shardopt import (
     BindingError,
     CommunicationError,
     DisagreementError,
     ShardedAdamW,
+    ShardedSGD,
     ShardoptError,
     Tuning,
 )
@@ -50,6 +52,10 @@ def wrong_params() -> None:
     for flag in ("differentiable", "capturable"):
         with raises(ShardoptError, flag):
             ShardedAdamW([first], **{flag: True})
+    with raises(BindingError, "use a dense param"):
+        ShardedAdamW([first, Parameter(torch.eye(3).to_sparse())]).step()
+    with raises(BindingError, "a torch.optim optimizer of its own", "TwoTensor"):
+        ShardedAdamW([first, Parameter(TwoTensor(torch.ones(3), torch.ones(3)))]).step()
     for options, kind in (
         ({"stage": 2}, ValueError),
         ({"max_grad_norm": -1.0}, ValueError),
@@ -105,6 +111,24 @@ def test_wrong_uses(ranks: Pool) -> None:
     for world in (1, 2):
         ranks.run(wrong_params, world=world)
         ranks.run(moved_params, world=world)
+
+
+def test_calls_that_need_what_was_not_given() -> None:
+    """Each says what to give; nothing was done, and the optimizer goes on."""
+    param = Parameter(torch.ones(3))
+    opt = ShardedSGD([param], lr=0.5)
+    for call, words in (
+        (opt.bind, "bind() takes a module over, and none was handed over"),
+        (opt.reduce_gradients, "without the module shardopt reduces no gradients"),
+    ):
+        with raises(ShardoptError, words):
+            call()
+    for _ in range(2):  # before anything is bound, and behind a step
+        with raises(ShardoptError, "construct the optimizer with ema="), opt.unsharded(ema=True):
+            raise AssertionError("not to be reached")
+        param.grad = torch.ones(3)
+        opt.step()
+    assert param.tolist() == [0.0, 0.0, 0.0] and opt.updates == 2
 
 
 # -- deadlines ---------------------------------------------------------------------------------------------------------

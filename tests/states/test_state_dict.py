@@ -2,8 +2,11 @@
 
 import copy
 import io
+import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ from shardopt import (
     ShardedSGD,
     StateError,
     Tuning,
+    load_checkpoint,
+    prepare_states,
+    save_checkpoint,
 )
 from tests.support.cases import Zoo, fill_gradients
 from tests.support.ranks import Pool
@@ -207,6 +213,26 @@ def parts() -> None:
         opt.consolidate_state_dict(to=7)
 
 
+def of_frozen_params() -> None:
+    """A state that was loaded for a param that nothing trains yet is gathered with the others, and saved."""
+    params = [Parameter(torch.ones(300)), Parameter(torch.ones(500))]
+    trained, resumed = ShardedAdamW(params), ShardedAdamW(others := copy.deepcopy(params))
+    fill_gradients(params, "integers", 0)
+    trained.step()
+    data = saved_bytes(trained)
+    others[1].requires_grad_(False)
+    resumed.load_state_dict(load_bytes(data))
+    fill_gradients(others[:1], "integers", 1)
+    resumed.step()
+    (before, after) = (load_bytes(each)["state"] for each in (data, saved_bytes(resumed)))
+    assert after.keys() == {0, 1} and [float(after[index]["step"]) for index in range(2)] == [2.0, 1.0]
+    assert raw(after[1]["exp_avg"]) == raw(before[1]["exp_avg"]) != raw(torch.zeros(500))
+
+
+def test_states_of_frozen_params_are_consolidated(ranks: Pool) -> None:
+    ranks.run(of_frozen_params, world=2)
+
+
 def consolidated() -> Counter[str]:
     params = [Parameter(torch.ones(700)), Parameter(torch.ones(5))]
     optimizer = ShardedAdamW(params)
@@ -215,6 +241,9 @@ def consolidated() -> Counter[str]:
     optimizer.step()
     with Calls() as calls:
         optimizer.consolidate_state_dict(to=1)
+    if dist.get_rank() == 1:  # each tensor holds its own elements: torch.save writes all of the memory that it views
+        for state, param in zip(optimizer.state_dict()["state"].values(), params, strict=True):
+            assert state["exp_avg"].untyped_storage().nbytes() == 4 * param.numel()
     return calls.found
 
 
@@ -222,6 +251,69 @@ def test_consolidating_sends_no_messages(ranks: Pool) -> None:
     """Over NCCL each pair of ranks that sends one would get a communicator, which stays."""
     for found in ranks.run(consolidated, world=3):
         assert found["gather_"] and not any(name.startswith(("send", "recv")) for name in found), found
+
+
+def looked_at_anew(folder: str) -> None:
+    """What changes states without a step ends what was consolidated: the rank that gathered them shows the new ones."""
+    module = torch.nn.ParameterList([Parameter(torch.ones(700).bfloat16()), Parameter(torch.ones(600).bfloat16())])
+    params = list(module)
+    optimizer = ShardedAdamW(params, lr=2**-7)
+
+    def step(gradient: float) -> None:
+        for param in params:
+            param.grad = torch.full_like(param, gradient)
+        optimizer.step()
+
+    def shows(name: str, value: float) -> None:
+        """All elements of one state of both params that this rank holds are this number."""
+        for param in params:
+            found = optimizer.state[param][name]
+            own = found.local if isinstance(found, Part) else found
+            assert bool((own == value).all()), (name, value, own)
+
+    step(1.0)
+    first = float(next(iter(optimizer.state_dict()["state"].values()))["exp_avg"].full_tensor()[0])
+    save_checkpoint(folder, module, optimizer)
+    step(-4.0)
+    assert raw(params[0]) != raw(torch.ones(700).bfloat16())
+
+    optimizer.consolidate_state_dict()
+    held = {index: type(state["exp_avg"]) for index, state in optimizer.state_dict()["state"].items()}
+    assert set(held.values()) == {torch.Tensor if dist.get_rank() == 0 else Part}
+    load_checkpoint(folder, module, optimizer)
+    shows("exp_avg", first)
+
+    optimizer.consolidate_state_dict()
+    for param in params:
+        param.data.fill_(0.25)
+    optimizer.refresh_masters()
+    shows("master", 0.25)
+
+    optimizer.consolidate_state_dict()
+    for param in params:
+        whole = {"step": torch.tensor(1.0), "exp_avg": torch.full((param.numel(),), 3.0)}
+        optimizer.state[param] = {**whole, "exp_avg_sq": whole["exp_avg"], "master": torch.full_like(param, 0.25)}
+    shows("exp_avg", 3.0)
+
+    optimizer.consolidate_state_dict()
+    with torch.no_grad():
+        for param in params:
+            param.fill_(0.5)
+    warnings.simplefilter("ignore")
+    step(math.inf)  # skipped, but masters follow the weights that were written
+    assert optimizer.updates == 2
+    shows("master", 0.5)
+
+    optimizer.consolidate_state_dict()
+    optimizer.state = {}
+    assert len(optimizer.state) == 0 and not optimizer.state_dict()["state"]
+    optimizer.consolidate_state_dict()
+    prepare_states(optimizer)
+    shows("exp_avg", 0.0)
+
+
+def test_what_was_consolidated_ends_with_any_change(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(looked_at_anew, str(tmp_path), world=2)
 
 
 def test_state_dicts(ranks: Pool) -> None:

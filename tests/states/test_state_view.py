@@ -134,7 +134,20 @@ def test_keys_of_params_are_not_ones_own() -> None:
     with raises(StateError, "view of shards"):
         opt.state.pop(params[0])
     with raises(StateError, "view of shards"):
+        opt.state.setdefault(params[0], {})
+    with raises(StateError, "view of shards"):
         del opt.state[params[0]]
+    assert len(opt.state) == 24 and repr(opt.state).startswith("StateView({Parameter containing")
+
+
+def test_names_stay_where_a_dict_has_none() -> None:
+    for make in (torch.optim.AdamW, ShardedAdamW):
+        module = nn.Linear(3, 2)
+        unnamed: Any = make(module.parameters(), lr=0.5)
+        named: Any = make(module.named_parameters(), lr=0.25)
+        named.load_state_dict(unnamed.state_dict())
+        (group,) = named.param_groups
+        assert (group["param_names"], group["lr"]) == (["weight", "bias"], 0.5), make
 
 
 def test_a_param_listed_twice_has_its_first_number() -> None:

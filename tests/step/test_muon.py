@@ -341,6 +341,17 @@ def test_a_fused_weight_whose_columns_lie_together() -> None:
     assert raw([whole]) == raw([torch.cat([*halves])])
 
 
+class Tailed(nn.Module):
+    """As models of Hugging Face are; neither name nor size tells what the last layer is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.tail = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.tail
+
+
 def test_which_param_took_which() -> None:
     optimizer = ShardedMuon(Model(), lr=0.5, weight_decay=0.3, adamw={"betas": (0.8, 0.9)})
     muon, adamw = optimizer.param_groups
@@ -352,6 +363,9 @@ def test_which_param_took_which() -> None:
     assert "adamw: experts, embed.weight, qkv.bias, norm.weight, norm.bias, lm_head.weight" in shown
     plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))  # without an embedding: the last one
     assert [len(group["params"]) for group in ShardedMuon(plain).param_groups] == [2, 4]
+    tailed = Tailed()  # the last one says itself that it is a head
+    muon, adamw = ShardedMuon(tailed).param_groups
+    assert muon["params"] == [tailed.up.weight] and tailed.tail.weight in set(adamw["params"])
 
 
 # -- what travels, what fails ------------------------------------------------------------------------------------------
@@ -575,6 +589,10 @@ def test_a_group_that_is_parted_is_added_whole_or_not_at_all() -> None:
         with raises(TypeError, words):
             optimizer.add_param_group({"params": [torch.zeros(4, 2), wrong]})
         assert len(optimizer.param_groups) == 2
+    for no_group in ([torch.zeros(4, 2)], {"lr": 0.1}, None):
+        with raises(TypeError, "param_group must be a dict with 'params', found"):
+            optimizer.add_param_group(no_group)  # type: ignore[arg-type]
+        assert len(optimizer.param_groups) == 2
 
 
 @pytest.mark.parametrize(
@@ -621,3 +639,18 @@ def test_a_pass_that_cannot_be() -> None:
         matrix_rule(accumulate=muon_rules.accumulate, apply=muon_rules.accumulate)
     with raises(RuleError, "two arguments, (update, group)", "first step"):
         matrix_rule(accumulate=muon_rules.accumulate, apply=muon_rules.apply)(lambda update: update)
+
+
+@pytest.mark.parametrize(("made", "found"), [(lambda update: update[1:], "(39, 24)"), (lambda update: 1.0, "float")])
+def test_a_function_returns_a_tensor_of_the_shape_of_the_update(made: Any, found: str) -> None:
+    @matrix_rule(accumulate=muon_rules.accumulate, apply=muon_rules.apply)
+    def reshaping(update: Tensor, group: Any) -> Any:
+        return made(update)
+
+    defaults = ShardedMuon([torch.zeros(1, 1)]).defaults
+    weight = Parameter(torch.ones(40, 24))
+    optimizer = ShardedOptimizer([weight], defaults, rule=reshaping)
+    weight.grad = torch.ones(40, 24)
+    with raises(RuleError, "return a tensor of shape (40, 24)", "'reshaping'", f"it returned {found} for param 0"):
+        optimizer.step()
+    assert raw([weight]) == raw([torch.ones(40, 24)])

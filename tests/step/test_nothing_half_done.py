@@ -318,6 +318,19 @@ def values_that_differ() -> dict[str, tuple[str, str]]:
     return found
 
 
+def one_that_nobody_averages() -> tuple[int, str]:
+    """Of three params one has gradients of this rank alone. Each step looks at another param; which step noticed."""
+    params = make_params()
+    optimizer = ShardedSGD(params, lr=0.5)
+    for step in range(len(params)):
+        fill(params, step)
+        params[2].grad.mul_(dist.get_rank() + 1)
+        kind, text = outcome(optimizer.step)
+        if kind != "no error":
+            return step, text
+    return len(params), ""
+
+
 def fails_beside_a_device() -> list[tuple[str, str]]:
     group = for_gpus()
     with beside_a_device(group, lambda: False):
@@ -371,6 +384,8 @@ def test_at_several_ranks(ranks: Pool) -> None:
         assert "gradients differ between ranks" in rank["gradients"][1]
         assert "param 1" in rank["first weights"][1] and "param 1" in rank["weights"][1]
     assert ranks.run(group_removed, world=2) == [1, 1]
+    for step, text in ranks.run(one_that_nobody_averages, world=2):
+        assert step < 3 and "gradients differ between ranks" in text, "no step looked at the third param"
     assert all("copy" in message for _, message in ranks.run(copies_of_parts, world=2))
 
 

@@ -577,6 +577,36 @@ def test_half_a_step_is_the_end(happens: Callable[[Any], None], world: int, rank
     ranks.run(happens, tmp_path, world=world)
 
 
+def shown_between() -> None:
+    """Backward is the step: what was consolidated before it is not shown after it, and no average takes it."""
+    model = nn.Linear(30, 20, bias=False)
+    opt = ShardedSGD(model, lr=0.5, momentum=0.5, release_gradients=True, ema=0.5)
+
+    def shows(value: float) -> bool:
+        found = opt.state[model.weight]["momentum_buffer"]
+        return bool((getattr(found, "local", found) == value).all())
+
+    for expected in (1.0, 1.5):
+        model(torch.ones(1, 30)).sum().backward()
+        assert shows(expected)
+        opt.step()
+        opt.consolidate_state_dict()
+    before = bits(model, opt)
+    with opt.unsharded(ema=True), raises(ShardoptError, "before a backward with release_gradients=True: inside"):
+        model(torch.ones(1, 30)).sum().backward()
+    opt.zero_grad()
+    assert bits(model, opt) == before and opt.updates == 2
+    model(torch.ones(1, 30)).sum().backward()
+    opt.step()
+    assert shows(1.75) and opt.updates == 3
+    opt.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_shown_between_backward_and_step(world: int, ranks: Pool) -> None:
+    ranks.run(shown_between, world=world)
+
+
 def ranks_differ(folder: Any) -> None:
     last = dist.get_rank() == 1
     model, opt = made()

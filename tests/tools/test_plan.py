@@ -281,6 +281,15 @@ def test_the_cheapest_of_all_ways() -> None:
     assert "with less precision: stage" in text and "state_format=" in text.split("with less")[1]
 
 
+def test_what_holds_no_params_is_not_planned() -> None:
+    for module, kind, words in (
+        (7, TypeError, "module takes an nn.Module, found int"),
+        (nn.ReLU(), ValueError, "ReLU has no params: nothing would be sharded"),
+    ):
+        with pytest.raises(kind, match=words):
+            plan(module, ADAMW, 2, Way(1, True, torch.float32))  # type: ignore[arg-type]
+
+
 def test_sizes() -> None:
     for numel in (1, 300, 10_001, 10_000_000, 7_000_000_000):
         assert sum(param.numel() for param in transformer(numel).parameters()) == numel

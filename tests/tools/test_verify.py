@@ -140,3 +140,22 @@ def test_a_model_that_is_not_new_is_refused() -> None:
     seeds = iter(range(100))
     with pytest.raises(ValueError, match=r"gave embed.weight other values than its first call.*manual_seed\(0\)"):
         verify(lambda: Net(next(seeds)), [batch(0)], 2, loss=loss)
+
+
+class Parted(nn.Module):
+    """With a param of no elements, which no training moves."""
+
+    def __init__(self, rows: int = 3) -> None:
+        super().__init__()
+        self.none, self.some = nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.ones(rows, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.some @ x).square().sum() + self.none.sum()
+
+
+def test_params_of_no_elements_agree_and_other_shapes_are_other_models() -> None:
+    verdict = verify(Parted, [torch.ones(4)], 2, stages=(1,))
+    assert verdict.agrees and verdict.differences[0].largest < 1e-3
+    rows = iter(range(3, 9))
+    with pytest.raises(ValueError, match="gave some other values than its first call"):
+        verify(lambda: Parted(next(rows)), [torch.ones(4)], 2)
