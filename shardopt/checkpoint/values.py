@@ -2,7 +2,7 @@
 
 JSON has no tuples, no infinities, no tensors, and strings alone as keys. What it lacks is an object with one key that
 begins with ``$``; a dict of the user's with such a key is wrapped itself. A float is written with enough digits to
-restore its exact bits. A Counter comes back as one: the schedulers MultiStepLR and SequentialLR keep their milestones so.
+restore its exact bits. A Counter comes back as one: the scheduler MultiStepLR keeps its milestones in one.
 """
 
 import math

@@ -141,8 +141,8 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
             raise DisagreementError(
                 f"gradients differ between ranks: a block sums to {values[0]:.6g} on rank 0, to {value:.6g} on rank "
                 f"{rank}. They were not averaged, and each rank would update its slice with its own, so no rank took "
-                "the step and nothing changed. Wrap the model in DistributedDataParallel, and leave no_sync() for the "
-                "last backward."
+                "the step and nothing changed. Hand the module over (ShardedAdamW(model, stage=2)) or wrap it in "
+                "DistributedDataParallel, and leave no_sync() for the last backward."
             )
 
 
@@ -170,8 +170,8 @@ def _raise_difference(view: StepDigest, ranks: Ranks) -> None:
             where, ours, theirs = difference
             raise DisagreementError(
                 f"ranks differ in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Their shards would belong to "
-                f"different trainings, {view.consequence}. Give every rank the same model, "
-                "param groups, options and calls; gradients must be averaged (by DDP, say) before step()."
+                f"different trainings, {view.consequence}. Give every rank the same model, param groups, options and "
+                "calls: seed all ranks alike, or hand the module over, whose values rank 0 sends to the others."
             )
     raise ShardoptError("ranks sent different digests for equal views of the step: this is a bug in shardopt.")
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def _plan(options: argparse.Namespace) -> CommandResult:
     text += f"; GB on one rank\n\n{table(shown, planner.numel, *limits)}"
     if options.plot is not None:
         chart(shown, options.device_memory, options.plot)
+        print(f"wrote {options.plot}", file=sys.stderr)
     data = {"optimizer": options.optimizer, "params": numel, "ranks": options.ranks}
     data |= {"params on a rank": planner.numel}
     data |= {"ways": [as_data(need, options.optimizer, *limits) for need in shown]}

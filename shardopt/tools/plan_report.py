@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .need import KINDS, cheapest, cost, fits
 from .text_table import aligned
 from .ways import TIERS, possible
@@ -91,7 +93,9 @@ def as_data(need: Need, optimizer: str, device_bytes: int | None, host_bytes: in
 
 def _line(title: str, need: Need, optimizer: str, device_bytes: int) -> str:
     left = (device_bytes - need.on("device")) / 1e9
-    return f"{title}: {need.way}; it leaves {left:.1f} GB for activations\n    {call(optimizer, need.way, need.cut)}"
+    cast = "    model.bfloat16()\n" if need.way.dtype is torch.bfloat16 else ""
+    made = call(optimizer, need.way, need.cut)
+    return f"{title}: {need.way}; it leaves {left:.1f} GB for activations\n{cast}    {made}"
 
 
 def _gigabytes(nbytes: int) -> str:

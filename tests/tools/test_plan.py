@@ -313,7 +313,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "cheapest that fits: stage 1, bfloat16, master split;" in printed and "4 + 12/N" in printed
-    assert "    ShardedAdamW(model, stage=1, master='split')" in printed and "on disk" not in printed
+    assert "    model.bfloat16()\n    ShardedAdamW(model, stage=1, master='split')" in printed
+    assert "on disk" not in printed
     assert file.read_bytes().startswith(b"\x89PNG")
     shown = [
         "--master",

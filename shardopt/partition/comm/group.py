@@ -298,6 +298,6 @@ class Ranks:
             self.give_up(phase)
             raise CommunicationError(
                 f"{self.at(phase)}: {str(error).rstrip(_MARKS)}. A peer died, left, or did not make the same call in "
-                "time (every rank must call step(), with or without a closure alike). Look at the other ranks' output "
+                "time: every rank must call step(), save_checkpoint() and the like. Look at the other ranks' output "
                 "for the first error."
             ) from error

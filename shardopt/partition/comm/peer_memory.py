@@ -60,7 +60,8 @@ class PeerMemory:
                 reason = os.strerror(ctypes.get_errno())
                 raise CommunicationError(
                     f"look at the other ranks' output: process {pid} died, or freed its memory while others read it ("
-                    f"{reason}, after {done} of {nbytes} bytes)."
+                    f"{reason}, after {done} of {nbytes} bytes). If it ended without an error, it had fewer batches: "
+                    "put the loop into `with optimizer.join():`."
                 )
             done += count
 
