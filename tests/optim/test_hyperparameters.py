@@ -45,6 +45,7 @@ NAN, INF = math.nan, math.inf
         (ShardedSGD, {"momentum": INF}),
         (ShardedSGD, {"dampening": NAN}),
         (ShardedLion, {"lr": INF}),
+        (ShardedLion, {"lr": torch.ones(2)}),
         (ShardedLion, {"betas": (0.9, NAN)}),
         (ShardedLion, {"betas": (1.0, 0.99)}),
         (ShardedLion, {"betas": (0.9, 1.0)}),
@@ -58,12 +59,12 @@ def test_what_is_not_finite_is_refused_at_once(kind: Any, arguments: dict[str, A
     """As an argument, and as a param group's own value; no NumPy warning of a cast comes in its place."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ValueError, match=r"Invalid|finite|must be a number"):
+        with pytest.raises(ValueError, match=r"Invalid|finite|must be a number|must be 1-element"):
             kind([torch.zeros(3)], **arguments)
-        with pytest.raises(ValueError, match=r"Invalid|finite|must be a number"):
+        with pytest.raises(ValueError, match=r"Invalid|finite|must be a number|must be 1-element"):
             kind([{"params": [torch.zeros(3)], **arguments}])
         opt = kind([torch.zeros(3)])
-        with pytest.raises(ValueError, match=r"Invalid|finite|must be a number"):
+        with pytest.raises(ValueError, match=r"Invalid|finite|must be a number|must be 1-element"):
             opt.add_param_group({"params": [torch.zeros(3)], **arguments})
         assert len(opt.param_groups) == 1
 
