@@ -42,7 +42,7 @@ def _class_name(module: Any) -> str:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The rare options. Only ``compress_from`` and ``seed`` change bits of the result.
+    """The rare options. Only ``compress_from``, ``seed`` and ``nonfinite`` change bits of the result.
 
     Attributes:
         bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own, and at stage
