@@ -32,7 +32,8 @@ def groups_of_one_mesh() -> None:
     assert repr(optimizer).count("ranks=2") == 1  # one domain for both
     others, copied = copy.deepcopy((params, optimizer))  # the ranks are those of the original
     kept = [group.get("process_group") for group in optimizer.param_groups]
-    assert [group.get("process_group") for group in copied.param_groups] == kept and kept[1] is not None
+    found = [group.get("process_group") for group in copied.param_groups]
+    assert all(one is other for one, other in zip(found, kept, strict=True)) and kept[1] is not None
     for param in others:
         param.grad = torch.ones_like(param)
     copied.step()
