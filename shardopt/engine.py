@@ -122,7 +122,9 @@ class Engine(Bindings):
         try:
             takeover.check_covers(self.groups)
         except BindingError:
-            takeover.close()  # no optimizer comes of this; who keeps the error keeps the hooks' engine alive
+            # Who keeps the error, as a notebook does, keeps the engine, and the hooks would go on running. Test:
+            # refused_before_training.
+            takeover.close()
             raise
         self.takeover = takeover
         self._at_the_end(ModuleTakeover.dropped, takeover)

@@ -211,7 +211,7 @@ class ModelMatch:
                 there = f"{list(saved.shape)} of {saved.dtype}"
                 self._note(f"buffer {name!r} is {list(buffer.shape)} of {buffer.dtype}, in the checkpoint {there}")
             elif any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-                # Writing to it is an error of torch's, which would come when half of the model is loaded.
+                # torch refuses to write to such a tensor, and would do so when half of the model is loaded.
                 self._note(f"buffer {name!r} was expanded, so its elements share memory: register its clone()")
             else:
                 self.buffers.append(name)

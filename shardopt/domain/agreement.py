@@ -171,7 +171,7 @@ def _raise_difference(view: StepDigest, ranks: Ranks) -> None:
             raise DisagreementError(
                 f"ranks differ in {where}: {ours!r} on rank 0, {theirs!r} on rank {rank}. Their shards would belong to "
                 f"different trainings, {view.consequence}. Give every rank the same model, param groups, options and "
-                "calls: seed all ranks alike, or hand the module over, whose values rank 0 sends to the others."
+                "calls: seed all ranks alike, or hand the module over, and every rank gets the values of rank 0."
             )
     raise ShardoptError("ranks sent different digests for equal views of the step: this is a bug in shardopt.")
 

@@ -36,6 +36,7 @@ from .epoch import Moment
 from .listener import Listener
 
 MAX_REQUEST = 4096  # bytes; no request of a rank is longer
+MAX_ERROR = 4096  # characters of an error's text; the peer reads at most 64 KiB
 CHUNK = 64 << 20  # bytes of one answer
 # A stranger must not hold threads and sockets. Test: test_strangers_hold_nothing_for_long in
 # tests/partition/test_serve.py.
@@ -193,9 +194,9 @@ def _send(peer: connection.Connection[Any, Any], slices: ServedSlices, request: 
             peer.send_bytes(OK)
             peer.send_bytes(bytes_of(found))
     except (RuntimeError, MemoryError) as error:
-        # Reading failed here, and the peer's user needs to know why: a connection that ends in silence does not say.
+        # Without an answer the peer could not say why its read failed. Test: test_a_read_that_fails_is_told.
         kind = "" if isinstance(error, ShardoptError) else f"{type(error).__name__}: "
-        peer.send_bytes(ERROR + f"{kind}{error}"[:MAX_REQUEST].encode())
+        peer.send_bytes(ERROR + f"{kind}{error}"[:MAX_ERROR].encode())
         return
     peer.send_bytes(OK)
     slices.last_asked = time.monotonic()

@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 from shardopt import CheckpointError
-from shardopt.__main__ import main
-from shardopt.checkpoint.publish import published
 from shardopt.checkpoint.records import CHUNK_BYTES
 from tests.support.checkpoints import build, draws, facts, save, train
 from tests.support.cuts import small_chunks
@@ -279,122 +277,6 @@ def a_whole_script(root: Path, is_resumed: bool) -> Any:
         if step >= 3:
             found.append((loss.item(), draws(), [digest(optimizer) for optimizer in optimizers]))
     return found
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3, 4, 7])
-def test_as_many_checkpoints_stay_as_are_to_be_kept(keep: int, tmp_path: Path) -> None:
-    module, saved = nn.Linear(2, 2), []
-    for _ in range(6):
-        saved.append(shardopt.save_checkpoint(tmp_path, module, keep=keep).path)
-        assert published(tmp_path) == saved[-keep:]
-
-
-def test_the_directory_is_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where runs lie on a larger disk: the link itself, a new directory below it, and a link to one checkpoint."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    for directory in (tmp_path / "link", tmp_path / "link" / "below" / "runs"):
-        module, other = nn.Linear(2, 2), nn.Linear(2, 2)
-        for _ in range(2):
-            path = shardopt.save_checkpoint(directory, module, keep=1).path
-        assert published(directory) == [path] and path.parent == directory
-        shardopt.load_checkpoint(directory, other)
-        assert torch.equal(module.weight, other.weight)
-        best = tmp_path / f"best of {directory.name}"
-        best.symlink_to(path)
-        shardopt.load_checkpoint(best, nn.Linear(2, 2))
-        for command in (["inspect"], ["verify"], ["verify", "--all"], ["export", "--to", "safetensors"]):
-            out = [str(tmp_path / f"weights of {directory.name}")] if "export" in command else []
-            assert main([*command, str(directory), *out]) == 0, capsys.readouterr().err
-
-
-def of_bf16(seed: int, **keywords: Any) -> tuple[nn.Module, shardopt.ShardedOptimizer]:
-    """A model whose gradients are ones, after a step that moves masters and, as the rate is small, no weight."""
-    torch.manual_seed(seed)
-    model = nn.Linear(40, 30, bias=False).bfloat16()
-    optimizer = shardopt.ShardedSGD(model, lr=2.0**-30, momentum=0.5, **keywords)
-    model(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def test_a_master_that_was_not_saved_is_the_weight_itself(tmp_path: Path) -> None:
-    """The low bits of the present master belong to another training, even where it has the same weights."""
-    model, saved = of_bf16(0, master="none")
-    other, optimizer = of_bf16(0)
-    assert torch.equal(other.weight, model.weight)
-    assert not torch.equal(optimizer.state[other.weight]["master"], other.weight.float())
-    shardopt.save_checkpoint(tmp_path, model, saved)
-    shardopt.load_checkpoint(tmp_path, other, optimizer)
-    assert torch.equal(optimizer.state[other.weight]["master"], model.weight.float())
-
-
-def test_a_checkpoint_replaces_masters_that_waited_for_weights(tmp_path: Path) -> None:
-    """Of a state dict whose weights never came: a step from the checkpoint is that of the run that was saved."""
-    model, optimizer = of_bf16(0, master="split")
-    other, foreign = of_bf16(1, master="split")
-    shardopt.save_checkpoint(tmp_path, model, optimizer)
-    twin, resumed = of_bf16(0, master="split")
-    resumed.load_state_dict(foreign.state_dict())  # other.weight is not loaded
-    shardopt.load_checkpoint(tmp_path, twin, resumed)
-    assert digest(resumed) == digest(optimizer)
-    for each, its in ((model, optimizer), (twin, resumed)):
-        each(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
-        its.step()
-    assert digest(resumed) == digest(optimizer) and not torch.equal(other.weight, twin.weight)
-
-
-def test_the_newest_is_loaded_where_nothing_says_which_is_the_latest(tmp_path: Path) -> None:
-    """A process ended before it wrote ``latest``. A checkpoint holds the ranks' files, its owner's and a manifest."""
-    module = nn.Linear(2, 2)
-    for step in (7, 5):
-        path = shardopt.save_checkpoint(tmp_path, module, step=step).path
-        names = sorted(each.name for each in path.iterdir())
-        assert names == ["manifest.json", f"owner-{path.name[-16:]}", "rank-00000.safetensors"]
-    (tmp_path / "latest").unlink()
-    assert shardopt.load_checkpoint(tmp_path, module).step == 5
-
-
-def test_a_rate_in_a_tensor_is_loaded_into_that_tensor(tmp_path: Path) -> None:
-    """Schedulers hold the group, and compiled code the tensor."""
-    model = nn.Linear(3, 2)
-    optimizer = shardopt.ShardedSGD(model, lr=torch.tensor(0.5))
-    shardopt.save_checkpoint(tmp_path, model, optimizer)
-    (group,) = optimizer.param_groups
-    rate = group["lr"]
-    rate.fill_(0.125)
-    shardopt.load_checkpoint(tmp_path, model, optimizer)
-    assert optimizer.param_groups[0] is group and group["lr"] is rate and float(rate) == 0.5
-
-
-@pytest.mark.parametrize("master", ["fp32", "split"])
-def test_an_average_that_was_not_saved_begins_with_the_weights(master: str, tmp_path: Path) -> None:
-    """Whatever average was kept before the load; so does that of a state dict."""
-
-    def step(model: nn.Module, optimizer: shardopt.ShardedOptimizer) -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 40, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-
-    made = []
-    for seed, ema in enumerate((None, 0.5)):
-        torch.manual_seed(seed)
-        model = nn.Linear(40, 30).bfloat16()
-        made.append((model, shardopt.ShardedSGD(model, lr=0.5, momentum=0.5, ema=ema, master=master)))
-        for _ in range(2):
-            step(*made[-1])
-    (model, saved), (other, averaging) = made
-    shardopt.save_checkpoint(tmp_path, model, saved)
-    assert not shardopt.load_checkpoint(tmp_path, other, averaging).mismatches
-    with averaging.unsharded(ema=True):
-        assert all(torch.equal(*both) for both in zip(other.parameters(), model.parameters(), strict=True))
-    begun = [param.detach().float() for param in model.parameters()]
-    step(other, averaging)
-    for start, param in zip(begun, other.parameters(), strict=True):
-        average, now = averaging.state[param]["ema"], averaging.state[param]["master"]
-        torch.testing.assert_close(average, (start + now) / 2, rtol=0, atol=2**-8 * float(start.abs().max()))
-        assert not torch.equal(average, now)
 
 
 def test_a_skipped_step_has_used_its_gradients(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from shardopt.checkpoint import rng
 from shardopt.checkpoint.inspect import verify
 from shardopt.checkpoint.manifest import from_bytes, to_bytes
 from shardopt.checkpoint.records import FileInfo, Manifest, tensors_from_json
-from shardopt.checkpoint.values import decode, encode
-from tests.optim.test_drop_in import SCHEDULERS
 from tests.support.checkpoints import Cell, build, facts, save, train
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -351,44 +348,6 @@ def test_a_buffer_that_was_expanded(tmp_path: Path) -> None:
     other.expanded = other.expanded.clone()
     shardopt.load_checkpoint(path, other, again)
     assert torch.equal(other.expanded, torch.ones(3, 2)) and torch.equal(other[0].weight, model[0].weight)
-
-
-def test_values_come_back_to_the_bit_and_others_are_refused() -> None:
-    value = {
-        "a": [1, 2.5, None, True, "x", (1, (2,)), 1 << 80],
-        "$tensor": {"$float": 1},
-        "f": [0.1, 1e-320, -0.0, float("inf")],
-        "by number": {3: (4,), "3": {-1: [5]}, "counted": Counter({30: 1, 10: 2})},
-    }
-    assert repr(decode(json.loads(json.dumps(encode(value, str, ""))), str)) == repr(value)
-    for wrong in ({1.5: 2}, {"a": {(1, 2): 3}}, {"a": {3}}, [object()], {"a": [b"x"]}):
-        with raises(CheckpointError, "extra", "strings or integers as keys"):
-            encode(wrong, str, "extra")
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_torch_go_on(name: str, tmp_path: Path) -> None:
-    """A scheduler's state, saved as extra, gives the next learning rates bit by bit."""
-
-    def walked(scheduler: Any, optimizer: ShardedAdamW, steps: range) -> list[float]:
-        rates = []
-        for step in steps:
-            optimizer.step()
-            scheduler.step(*([float(step)] if name == "ReduceLROnPlateau" else []))
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates
-
-    model, optimizer = small()
-    scheduler = SCHEDULERS[name](optimizer)
-    begun = walked(scheduler, optimizer, range(1))
-    path = save(tmp_path, model, optimizer, extra={"scheduler": scheduler.state_dict()})
-    expected = walked(scheduler, optimizer, range(1, 5))
-    assert len({*begun, *expected}) > 1
-    model, optimizer = small()
-    again = SCHEDULERS[name](optimizer)
-    again.load_state_dict(shardopt.load_checkpoint(path, model, optimizer)["scheduler"])
-    assert walked(again, optimizer, range(1, 5)) == expected
-    assert repr(again.state_dict()) == repr(scheduler.state_dict())
 
 
 # -- one rank alone ----------------------------------------------------------------------------------------------------

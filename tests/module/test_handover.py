@@ -306,7 +306,7 @@ def dropped_at_stage_3(neighbours: bool) -> None:
         weight.sum()
     with raises(ReleasedError, "full_tensor()"):
         loss_of(model, 0)
-    again = ShardedSGD(model, **SGD, stage=3, tuning=tuning(neighbours))  # which may have taken the first one's name
+    again = ShardedSGD(model, **SGD, stage=3, tuning=tuning(neighbours))  # as a script that makes its optimizer anew
     with raises(ReleasedError, "full_tensor()", "without close()"):
         loss_of(model, 0)
     del again

@@ -78,7 +78,7 @@ def test_strangers_hold_nothing_for_long() -> None:
 
 
 def test_a_read_that_fails_is_told() -> None:
-    """Any error: a thread that ends without a word leaves the other rank without a reason."""
+    """The rank that asked gets the text of the error, whatever its type."""
 
     @contextmanager
     def broken(*_: Any) -> Iterator[torch.Tensor]:

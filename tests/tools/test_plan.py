@@ -281,6 +281,13 @@ def test_the_cheapest_of_all_ways() -> None:
     assert "with less precision: stage" in text and "state_format=" in text.split("with less")[1]
 
 
+def test_a_model_of_any_size_is_laid_out_alike() -> None:
+    """Evenly, as known models: buffers are the three buckets of docs/stages.md, and 8 bytes for each block."""
+    for numel in (10**9, 3 * 10**9, 7 * 10**9, 13 * 10**9, 30 * 10**9, 70 * 10**9):
+        need = need_of(2, 8, numel)
+        assert need.bytes["buffer"]["device"] <= 3 * 2**25 + 8 * numel / 8 / 256, f"{numel} params"
+
+
 def test_what_holds_no_params_is_not_planned() -> None:
     for module, kind, words in (
         (7, TypeError, "module takes an nn.Module, found int"),

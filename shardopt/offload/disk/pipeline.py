@@ -96,8 +96,8 @@ class Pipeline:
             try:
                 self._pool.submit(self._run, job, move, part)
             except RuntimeError:
-                # Once the main thread is through, pools take no work. Another rank may still read states here. Test:
-                # test_at_the_end_of_a_script.
+                # Python's thread pools refuse work once the main thread has ended, and another rank may still read
+                # states here. Test: test_at_the_end_of_a_script.
                 if threading.main_thread().is_alive():
                     raise
                 self._run(job, move, part)
