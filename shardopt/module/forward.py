@@ -80,6 +80,7 @@ class Forward:
         self._called = {each.module: each.name for each in called}
         self._runs = called[0].name  # the called module whose forward or backward runs, or ran last
         self._hooks: list[Any] = []
+        self._keeping: list[Any] = []  # hooks that keep the slices as long as the model
         self._units: dict[nn.Module, tuple[Unit, ...]] = {}
         self._frozen: set[Unit] = set()  # units that hold frozen params
         self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
@@ -139,8 +140,7 @@ class Forward:
             self._hooks.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
         for module in self._owners:
             self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._part_storages)))
-            # The slices stay as long as the model, also of an optimizer that was dropped without close().
-            self._hooks.append(module.register_state_dict_post_hook(KeepingHook(every)))
+            self._keeping.append(module.register_state_dict_post_hook(KeepingHook(every)))
 
     def _part_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Gives gathered params in a state dict storages of their own, as whole params have; see ``Bucket``."""
@@ -151,9 +151,9 @@ class Forward:
                 state_dict[prefix + name] = shown_as(shown, with_own_storage(local_tensor(shown)))
 
     def _remove(self) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._keeping):
             hook.remove()
-        self._hooks = []
+        self._hooks, self._keeping = [], []
 
     @property
     def holds_params(self) -> bool:
@@ -161,9 +161,12 @@ class Forward:
         return bool(self._units) and not self.is_closed
 
     def note_dropped(self) -> None:
-        """Says to whoever reads a param that its optimizer is gone."""
+        """Leaves the slices to the model, since its optimizer is gone, and says so to whoever reads a param."""
         for each in self._sharded:
             each.is_dropped = True
+        # Removed by close(), these hooks would leave the slices to the threads that serve them, and the values would be
+        # lost once those end (dropped_at_stage_3).
+        self._keeping = []
 
     def close(self) -> None:
         """Removes all hooks; a backward through an older graph raises from now on."""

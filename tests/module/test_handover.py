@@ -5,6 +5,7 @@ On two ranks, where half a gradient more or less rounding is none: DDP's mean ha
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -294,12 +295,14 @@ def dropped_at_stage_3(neighbours: bool) -> None:
 
     The slices go with the model; what is left of both then says so.
     """
-    model = Net()
+    model, threads = Net(), threading.active_count()
     opt = ShardedSGD(model, **SGD, stage=3, tuning=tuning(neighbours))
     train_step(model, opt, 0)
     with opt.unsharded():
         trained = model.hidden.weight.detach().clone()
     del opt
+    gc.collect()
+    until(lambda: threading.active_count() <= threads, "the threads that serve slices to end, which hold them")
     gc.collect()
     weight, gone = model.hidden.weight, weakref.ref(model.hidden.bias)
     with raises(ReleasedError, "full_tensor()", "hidden.weight", "without close()"):
