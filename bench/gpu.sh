@@ -10,7 +10,8 @@
 # bench/gpu_model.py predicts from machine code, without a GPU, what `kernels` measures here; compare the two.
 #
 # PYTHON (default: .venv/bin/python where there is one, else python3) must have torch, triton, numpy, rich and tqdm,
-# and pytest for the tests. Nothing is installed. What fails does not keep the rest from running; the exit status tells.
+# and pytest and hypothesis for the tests, which run 8 at a time where there is pytest-xdist. Nothing is installed.
+# What fails does not keep the rest from running; the exit status tells.
 set -uo pipefail
 
 case "${1:-}" in
@@ -59,8 +60,11 @@ if [[ $what == --sanitize ]]; then
     exit $failed
 fi
 
+# Half of a test's time goes into the compilation of its kernels, which needs a core and no GPU.
+several=()
+if "$python" -c 'import xdist' 2> /dev/null; then several=(-n 8); fi
 gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
-run tests 95 "$python" -m pytest -q -m gpu tests/kernels/test_gpu.py
+run tests 95 "$python" -m pytest -q -m gpu "${several[@]}" tests/kernels/test_gpu.py
 run nccl 20 "$python" -m pytest -q -m gpu tests/gpu/test_nccl_one_rank.py
 run kernels 85 "$python" bench/kernels.py --device cuda --out "$out"
 engines=(--engines ddp shardopt-1 module-0 module-1 module-2 module-2-cpu module-3 fsdp2)
