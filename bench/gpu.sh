@@ -61,11 +61,11 @@ if [[ $what == --sanitize ]]; then
 fi
 
 # Half of a test's time goes into the compilation of its kernels, which needs a core and no GPU.
-several=()
-if "$python" -c 'import xdist' 2> /dev/null; then several=(-n 8); fi
+several=(-p no:benchmark)  # which warns of -n, and a warning is an error
+if "$python" -c 'import xdist' 2> /dev/null; then several+=(-n 8); fi
 gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
 run tests 95 "$python" -m pytest -q -m gpu "${several[@]}" tests/kernels/test_gpu.py
-run nccl 20 "$python" -m pytest -q -m gpu tests/gpu/test_nccl_one_rank.py
+run nccl 60 "$python" -m pytest -q -m gpu "${several[@]}" tests/gpu/test_nccl_one_rank.py
 run kernels 85 "$python" bench/kernels.py --device cuda --out "$out"
 engines=(--engines ddp shardopt-1 module-0 module-1 module-2 module-2-cpu module-3 fsdp2)
 run train-fp32 65 "$python" bench/train.py --device cuda --dtype fp32 --rounds 10 "${engines[@]}" "${gpt[@]}" --out "$out"

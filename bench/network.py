@@ -177,6 +177,7 @@ def run_rounds(
                 teams.append(team)
                 try:
                     team.start(settings, directory)
+                    team.build()
                 except EngineFailed as error:
                     teams.remove(team)
                     team.dismiss()

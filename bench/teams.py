@@ -170,7 +170,7 @@ def run_rank(
     pipe: Connection,
     make: Callable[[str, int, Settings], Worker] = Rank,
 ) -> None:
-    """The process of one rank: answers "turn" and "report" until the pipe closes."""
+    """The process of one rank: answers "build", then "turn" and "report", until the pipe closes."""
     try:
         torch.set_num_threads(settings.threads)
         # All ranks are on this machine, whose name need not resolve; DeepSpeed reads the rank from here.
@@ -185,8 +185,10 @@ def run_rank(
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=settings.ranks, device_id=device
         )
+        if pipe.recv() == "end":
+            return
         worker = make(name, rank, settings)
-        pipe.send(("ready", None))
+        pipe.send(("done", None))
         answers: dict[str, Callable[[], Any]] = {"turn": worker.take_turn, "report": worker.report}
         while (request := pipe.recv()) != "end":
             pipe.send(("done", answers[request]()))
@@ -213,6 +215,7 @@ class Team:
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, settings: Settings, directory: str) -> None:
+        """Starts the processes, which load their libraries and connect."""
         context = multiprocessing.get_context("spawn")  # a forked child would inherit torch's threads half-alive
         for rank in range(settings.ranks):
             ours, theirs = context.Pipe()
@@ -222,7 +225,10 @@ class Team:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        self._answers()
+
+    def build(self) -> None:
+        """Returns once every rank has built its model and taken its first steps."""
+        self.ask("build")
 
     def ask(self, request: str) -> list[Any]:
         for pipe in self.pipes:

@@ -93,15 +93,18 @@ def run_rounds(args: argparse.Namespace, settings: Settings) -> tuple[list[Team]
     with tempfile.TemporaryDirectory() as directory:
         try:
             names = [name for name in args.engines if is_offered(name, args.dtype)]
-            for name in tqdm(names, desc="building", unit="engine", disable=None):
-                team = Team(name)
+            teams = [Team(name) for name in names]
+            for team in teams:
+                team.start(settings, directory)
+            # One after the other: what an engine measures while it is built, it measures alone.
+            for team in tqdm(list(teams), desc="building", unit="engine", disable=None):
                 try:
-                    team.start(settings, directory)
-                    teams.append(team)
+                    team.build()
                 except EngineFailed as error:
+                    teams.remove(team)
                     team.dismiss()
                     team.join()
-                    failed[name] = str(error)
+                    failed[team.name] = str(error)
             for number in tqdm(range(args.rounds), desc="rounds", unit="round", disable=None):
                 # Each engine comes first as often as any other.
                 for index in range(len(teams)):

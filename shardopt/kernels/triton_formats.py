@@ -109,11 +109,11 @@ def load_codes(pointers, mask, other: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def decode(codes, scales, unknown_zero, FORMAT: tl.constexpr):
-    HAS_SIGN: tl.constexpr = FORMAT[1]
-    SHIFT: tl.constexpr = FORMAT[2]
-    OFFSET_BITS: tl.constexpr = FORMAT[3]
-    OFFSET: tl.constexpr = FORMAT[4]
+def decode(codes, scales, unknown_zero, NUMBERS: tl.constexpr):
+    HAS_SIGN: tl.constexpr = NUMBERS[0]
+    SHIFT: tl.constexpr = NUMBERS[1]
+    OFFSET_BITS: tl.constexpr = NUMBERS[2]
+    OFFSET: tl.constexpr = NUMBERS[3]
     TOP: tl.constexpr = 127 if HAS_SIGN else 255
     # A sum that the compiler cannot know stays in a register: one instruction takes no two constants.
     offset_bits = OFFSET_BITS + unknown_zero
@@ -126,18 +126,18 @@ def decode(codes, scales, unknown_zero, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def encode(x, start, ends, is_whole, noise, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
+def encode(x, start, ends, is_whole, noise, NUMBERS: tl.constexpr, ROUNDING: tl.constexpr):
     """Returns codes and the scales of their blocks. Noise is 32 bits an element, where it is dithered.
 
     Elements behind the ends of their params do not count. Only in a program that has none of them the masks cost
     nothing.
     """
-    HAS_SIGN: tl.constexpr = FORMAT[1]
-    SHIFT: tl.constexpr = FORMAT[2]
-    OFFSET_BITS: tl.constexpr = FORMAT[3]
-    OFFSET: tl.constexpr = FORMAT[4]
-    TO_SCALE: tl.constexpr = FORMAT[5]
-    LARGEST_SCALE: tl.constexpr = FORMAT[6]
+    HAS_SIGN: tl.constexpr = NUMBERS[0]
+    SHIFT: tl.constexpr = NUMBERS[1]
+    OFFSET_BITS: tl.constexpr = NUMBERS[2]
+    OFFSET: tl.constexpr = NUMBERS[3]
+    TO_SCALE: tl.constexpr = NUMBERS[4]
+    LARGEST_SCALE: tl.constexpr = NUMBERS[5]
     TOP: tl.constexpr = 127 if HAS_SIGN else 255
     if HAS_SIGN:  # noqa: SIM108  decided when it is compiled
         magnitude = bits_of(x) & 0x7FFFFFFF

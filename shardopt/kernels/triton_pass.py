@@ -30,22 +30,34 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def keep(x, start, end_ptr, is_whole, first, phase, unknown_zero, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, INDEX):
+def keep(
+    x,
+    start,
+    end_ptr,
+    is_whole,
+    first,
+    phase,
+    unknown_zero,
+    FORMAT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    INDEX,
+):
     """Returns the items that hold a state, the scale of its block, and what they hold: the state, rounded."""
     places = tl.arange(0, x.shape[1])[None, :]
     if ROUNDING == "dithered":  # noqa: SIM108
         noise = dither(first, places, phase, 3 + INDEX)
     else:
         noise = 0
-    if FORMAT[0] == "block":
-        codes, scales = encode(x, start, end_ptr, is_whole, noise, FORMAT, ROUNDING)
-        return codes, scales, decode(codes.to(tl.int32) << 24, scales, unknown_zero, FORMAT)
-    elif FORMAT[0] == "bf16_dithered":
+    if FORMAT == "block":
+        codes, scales = encode(x, start, end_ptr, is_whole, noise, NUMBERS, ROUNDING)
+        return codes, scales, decode(codes.to(tl.int32) << 24, scales, unknown_zero, NUMBERS)
+    elif FORMAT == "bf16_dithered":
         items = narrow_up(x, noise)
         return items, 0.0, widen(items, "bf16")
     else:
-        items = narrow(x, FORMAT[0])
-        return items, 0.0, widen(items, FORMAT[0])
+        items = narrow(x, FORMAT)
+        return items, 0.0, widen(items, FORMAT)
 
 
 @triton.jit(do_not_specialize=["next_row", "num_blocks", "unscale", "clip", "next_totals"])
@@ -72,6 +84,7 @@ def pass_kernel(
     MASTER: tl.constexpr,
     TYPES: tl.constexpr,
     STATES: tl.constexpr,
+    NUMBERS: tl.constexpr,
     ROUNDINGS: tl.constexpr,
     NEEDS_NOISE: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
@@ -120,13 +133,13 @@ def pass_kernel(
     states = ()
     unknown_zero = num_blocks >> 31
     for index in tl.static_range(len(STATES)):
-        if STATES[index][0] == "block":
+        if STATES[index] == "block":
             codes = load_codes(state_ptrs[index] + start, None, None, BLOCK)
             old_scale = tl.load(scale_ptrs[index] + block)
-            states = states + (decode(codes, old_scale, unknown_zero, STATES[index]),)  # noqa: RUF005
+            states = states + (decode(codes, old_scale, unknown_zero, tl.constexpr(NUMBERS[index])),)  # noqa: RUF005
         else:
             stored = tl.load(state_ptrs[index] + start + places)
-            states = states + (widen(stored, STATES[index][0]),)  # noqa: RUF005
+            states = states + (widen(stored, tl.constexpr(STATES[index])),)  # noqa: RUF005
 
     grad_ptrs = grad_at.to(tl.pointer_type(GRAD_TYPE)) + start
     is_whole = start + BLOCK <= end
@@ -151,7 +164,20 @@ def pass_kernel(
     if HAS_PRODUCT:
         product = product_of(products_ptr, row, start, within, places, BLOCK, PRODUCT_COLUMNS, NUM_PLAIN)
     param, items, scales, measured = PASS(
-        param, grad, states, product, scalars, start, end_ptr, is_whole, first, phase, unknown_zero, STATES, ROUNDINGS
+        param,
+        grad,
+        states,
+        product,
+        scalars,
+        start,
+        end_ptr,
+        is_whole,
+        first,
+        phase,
+        unknown_zero,
+        STATES,
+        NUMBERS,
+        ROUNDINGS,
     )
 
     # What a program holds behind the end of its param is no element of it.
@@ -177,7 +203,7 @@ def pass_kernel(
                 tl.store(param_ptr + start + places, narrow(param, PARAM))
     for index in tl.static_range(len(WRITTEN)):
         tl.store(state_ptrs[WRITTEN[index]] + start + places, items[index])
-        if STATES[WRITTEN[index]][0] == "block":
+        if STATES[WRITTEN[index]] == "block":
             tl.store(scale_ptrs[WRITTEN[index]] + block, scales[index])
 
 
@@ -187,7 +213,7 @@ def pass_text(part: PassArithmetic) -> str:
     It returns the param, the items and scales of each state that is stored, and the measured values.
     """
     context = "start, end_ptr, is_whole, first, phase, unknown_zero"
-    lines = [f"def {part.rule}(param, grad, states, product, scalars, {context}, STATES, ROUNDINGS):"]
+    lines = [f"def {part.rule}(param, grad, states, product, scalars, {context}, STATES, NUMBERS, ROUNDINGS):"]
     lines += [f"    state_{name} = states[{index}]" for index, name in enumerate(part.states)]
     lines += [f"    state_{name} = product" for name in part.products]
     lines += [f"    s_{name} = scalars[{index}]" for index, name in enumerate(part.scalars)]
@@ -199,7 +225,7 @@ def pass_text(part: PassArithmetic) -> str:
         if at in kept:
             name = kept[at]
             index, rounded = part.states.index(name), f"state_{name}" if name in part.rounded else f"rounded_{name}"
-            arguments = f"state_{name}, {context}, STATES[{index}], ROUNDINGS[{index}], {index}"
+            arguments = f"state_{name}, {context}, tl.constexpr(STATES[{index}]), tl.constexpr(NUMBERS[{index}]), tl.constexpr(ROUNDINGS[{index}]), {index}"
             lines.append(f"    items_{name}, scales_{name}, {rounded} = keep({arguments})")
     stored = [name for name in part.states if name in part.written]
     # A measured value may be the same number for all elements: param makes a tile of it.

@@ -66,7 +66,8 @@ def step_kernel(
     GRAD: tl.constexpr,
     MASTER: tl.constexpr,  # "" if there is no master
     TYPES: tl.constexpr,  # of the items of each stream: param, master, states
-    STATES: tl.constexpr,  # of each state: (format name,), or ("block", the numbers of a block format)
+    STATES: tl.constexpr,  # of each state: the name of its format, or "block"
+    NUMBERS: tl.constexpr,  # of each state: those of its block format
     ROUNDINGS: tl.constexpr,  # tuple, of each state
     NEEDS_NOISE: tl.constexpr,
     GRAD_TYPE: tl.constexpr,
@@ -123,13 +124,13 @@ def step_kernel(
     states = ()
     unknown_zero = num_blocks >> 31
     for index in tl.static_range(len(STATES)):
-        if STATES[index][0] == "block":
+        if STATES[index] == "block":
             codes = load_codes(state_ptrs[index] + start, active, nothing, BLOCK)
             scales = tl.load(scale_ptrs[index] + blocks, mask=updated, other=nothing)
-            states = states + (decode(codes, scales, unknown_zero, STATES[index]),)  # noqa: RUF005
+            states = states + (decode(codes, scales, unknown_zero, tl.constexpr(NUMBERS[index])),)  # noqa: RUF005
         else:
             stored = tl.load(column(state_ptrs[index] + start) + places, mask=active, other=nothing)
-            states = states + (widen(stored, STATES[index][0]),)  # noqa: RUF005
+            states = states + (widen(stored, tl.constexpr(STATES[index])),)  # noqa: RUF005
 
     grad_ptrs = grad_at.to(tl.pointer_type(GRAD_TYPE)) + start
     # Gradients are not padded: only a program that holds the end of a param pays for masks element by element.
@@ -172,14 +173,14 @@ def step_kernel(
             noise = dither(first, places, phase, 3 + index)
         else:
             noise = 0
-        if STATES[index][0] == "block":
-            codes, scales = encode(states[index], start, end_ptr, is_whole, noise, STATES[index], ROUNDINGS[index])
+        if STATES[index] == "block":
+            codes, scales = encode(states[index], start, end_ptr, is_whole, noise, tl.constexpr(NUMBERS[index]), tl.constexpr(ROUNDINGS[index]))
             tl.store(column(state_ptrs[index] + start) + places, codes, mask=active)
             tl.store(scale_ptrs[index] + blocks, scales, mask=updated)
-        elif STATES[index][0] == "bf16_dithered":
+        elif STATES[index] == "bf16_dithered":
             tl.store(column(state_ptrs[index] + start) + places, narrow_up(states[index], noise), mask=active)
         else:
-            tl.store(column(state_ptrs[index] + start) + places, narrow(states[index], STATES[index][0]), mask=active)
+            tl.store(column(state_ptrs[index] + start) + places, narrow(states[index], tl.constexpr(STATES[index])), mask=active)
 
 
 @functools.cache
@@ -205,7 +206,9 @@ def stream_constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
         "GRAD": spec.grad.name,
         "MASTER": spec.master.name if spec.has_master and spec.master is not None else "",
         "TYPES": tuple(_TYPES[each] for each in _storages(spec)),
-        "STATES": tuple(_numbers(format) for format in spec.states),
+        # Names and numbers apart: Triton 3.6 takes no tuple of both out of a tuple.
+        "STATES": tuple("block" if isinstance(format, BlockFormat) else format.name for format in spec.states),
+        "NUMBERS": tuple(_numbers(format) for format in spec.states),
         "ROUNDINGS": tuple(format.rounding for format in spec.states),
         "NEEDS_NOISE": spec.needs_noise,
         "GRAD_TYPE": GRAD_TYPES[spec.grad.name],
@@ -214,11 +217,11 @@ def stream_constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
     }
 
 
-def _numbers(format: Format) -> tuple[Any, ...]:
+def _numbers(format: Format) -> tuple[float, ...]:
     if not isinstance(format, BlockFormat):
-        return (format.name,)
+        return ()
     scaling = (1 / format.largest, format.largest_scale)
-    return ("block", format.has_sign, format.shift, format.offset_bits, format.offset, *scaling)
+    return (format.has_sign, format.shift, format.offset_bits, format.offset, *scaling)
 
 
 def _storages(spec: StepSpec) -> list[torch.dtype]:
