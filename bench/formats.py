@@ -92,7 +92,7 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run
     param = values.bfloat16()
     masters = None
     if kept.master is not None:
-        masters = values if kept.master is FP32 else codecs.rest_of(values, param, kept.master)
+        masters = values if kept.master is FP32 else codecs.low_bits_of(values, param, kept.master)
     streams = Streams(
         param,
         masters,
@@ -105,10 +105,10 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run
     rows = torch.tensor([[grad.data_ptr(), numel]], dtype=torch.int64, device=device)
     tables = Gradients(torch.zeros(numel // BLOCK, dtype=torch.int32, device=device), rows, aligned=True)
     scalars, _ = optimizer.rule.evaluate(variant, group, 10, {})
-    noise = torch.tensor([[1, 2, 0, 3]], dtype=torch.int32, device=device)
+    noise = torch.tensor([[1, 2, 0, 3]], dtype=torch.int32)
     backend = backend_of(device)
     backend.prepare(spec, device, tables.aligned)
-    return spec, partial(backend.step, spec, streams, tables, torch.tensor([scalars], device=device), Factors(), noise)
+    return spec, partial(backend.step, spec, streams, tables, torch.tensor([scalars]), Factors(), noise)
 
 
 def interleaved(run: Run, other: Run, rounds: int, device: torch.device) -> tuple[list[float], list[float]]:

@@ -40,7 +40,8 @@ class MeasuredStore(Store):
         self._homes: weakref.WeakSet[ShardStorage] = weakref.WeakSet()
         self._seconds: dict[str, list[float]] = {name: [] for name in updaters}
         self._now = next(iter(updaters))
-        self._began: float | None = None  # start of the step that is measured
+        self._began: float | None = None  # start of the pass that is measured
+        self._took = 0.0  # seconds of this step's passes, those before included
 
     @property
     def _updater(self) -> _Updater:
@@ -53,6 +54,17 @@ class MeasuredStore(Store):
         return home
 
     # -- a step ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Counts the step before, and chooses where this one runs.
+
+        All passes of a step run at one place: what the first ones measure and what the last one reads lie there. A
+        change in mid-step crashed Adafactor on a GPU (test_all_passes_of_a_step_run_at_one_place).
+        """
+        if self._took:
+            self._seconds[self._now].append(self._took)
+            self._took = 0.0
+            self._choose()
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         if self.note is None:  # no choice is made yet
@@ -71,9 +83,8 @@ class MeasuredStore(Store):
         if self._began is not None:
             self._updater.wait_for_copies()
             self._streams.synchronize(self._streams.now())
-            self._seconds[self._now].append(time.perf_counter() - self._began)
+            self._took += time.perf_counter() - self._began
             self._began = None
-            self._choose()
 
     def _choose(self) -> None:
         least = {name: min(seconds) for name, seconds in self._seconds.items() if len(seconds) == TRIALS}

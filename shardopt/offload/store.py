@@ -148,6 +148,10 @@ class Store(Protocol):
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
         """Makes the storage of a shard of ``numel`` params of this dtype; it has no streams yet."""
 
+    def begin_step(self) -> None:
+        """A step's updates begin, of one pass or of several, each of which is prefetched and flushed."""
+        return
+
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         return
 

@@ -193,8 +193,10 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
     Returns:
         Why no rank updated anything after all. An error is raised where that is not certain.
     """
-    # Without links nothing is bound: every param is frozen.
-    launches = [(plan, launches_by_shard(plan)) for plan in plans if plan.domain.links is not None]
+    bound = [plan for plan in plans if plan.domain.links is not None]  # without links every param is frozen
+    for plan in bound:
+        plan.domain.store.begin_step()  # it chooses where the launches run that are made next
+    launches = [(plan, launches_by_shard(plan)) for plan in bound]
     for plan, _ in launches:
         if plan.domain.sharded is not None:
             # The next forward gathers params anew: whole params here would be out of date.

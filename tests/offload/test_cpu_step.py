@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardopt import BindingError, Offload, ShardedAdamW, Tuning
+from shardopt import BindingError, Offload, ShardedAdafactor, ShardedAdamW, ShardedLAMB, ShardedOptimizer, Tuning
 from shardopt.domain.tiers import check_offload
 from shardopt.kernels import pool
+from shardopt.offload.measured import MeasuredStore
 from shardopt.offload.pinned import Pages
+from shardopt.offload.store import Chunk, Fetched
 from tests.offload.test_offload_faults import FAULTS, disturbed, undisturbed
 from tests.offload.test_params_on_disk import goes_through_everything
 from tests.step.test_stages import STAGES
@@ -113,6 +115,27 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], streams:
     for name, found in ends.items():
         assert [mine == theirs for mine, theirs in zip(found, ends["still"], strict=True)] == [True] * len(found), name
     assert os.listdir(tmp_path) == ["elsewhere"] and not os.listdir(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("kind", [ShardedAdafactor, ShardedLAMB])
+def test_all_passes_of_a_step_run_at_one_place(kind: type[ShardedOptimizer]) -> None:
+    """Three whole steps run on the device, three on the CPU, and then those of the faster one."""
+    places, fetch = set[bool](), MeasuredStore.fetch
+
+    def noting(store: MeasuredStore, chunk: Chunk) -> Fetched:
+        places.add(chunk.home.updates_on_host)
+        return fetch(store, chunk)
+
+    found = []
+    with on_a_gpu(), patch.object(MeasuredStore, "fetch", noting):
+        params, optimizer = make(kind, Offload(), torch.bfloat16)
+        for step in range(8):
+            places.clear()
+            advance(params, optimizer, [step])
+            found.append(set(places))
+        optimizer.close()
+    assert found[:6] == [{False}] * 3 + [{True}] * 3
+    assert len(found[6]) == 1 and found[7] == found[6]
 
 
 @sweep({"master": ("split", "fp32", "none"), "streams": (AsLateAsAllowed, AtOnce)}, strength=1)

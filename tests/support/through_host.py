@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 
+from shardopt.domain import connect
 from shardopt.partition.comm.all_gather import AllGather, Window, by_messages
 from shardopt.partition.comm.group import Ranks, Traffic
 from shardopt.partition.comm.reduce_scatter import ReduceScatter, Reduction
@@ -19,7 +20,10 @@ from shardopt.partition.comm.transport import Transport
 @contextmanager
 def through_host() -> Iterator[None]:
     """Within, optimizers that are bound move tensors of any device over gloo."""
-    with patch.object(Transport, "of", lambda ranks, device, use_neighbours: HostTransport(ranks, device)):
+    with (
+        patch.object(Transport, "of", lambda ranks, device, use_neighbours: HostTransport(ranks, device)),
+        patch.object(connect, "Transport", HostTransport),  # of params that are offloaded
+    ):
         yield
 
 
