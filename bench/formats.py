@@ -35,6 +35,7 @@ MASTERS = ("fp32", "split", "split24", "none")
 STATES = ("fp32", "bf16", "int8")
 BASE = ("fp32", "fp32")
 SETTLE = 0.01  # seconds before each timed run on a CPU
+REPEATS = 10  # on a GPU, which would otherwise wait for Python between two kernels
 
 Run = Callable[[], Any]
 
@@ -129,10 +130,11 @@ def timed(run: Run, device: torch.device) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        run()
+        for _ in range(REPEATS):
+            run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3 / REPEATS
     time.sleep(SETTLE)
     began = time.perf_counter()
     run()

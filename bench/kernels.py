@@ -267,7 +267,7 @@ class Kernel:
         variant = optimizer.rule.variant(group)
         spec = StepSpec(variant, format_of(dtype, "a param"), format_of(grads[0].dtype, "a gradient"))
         values, _ = optimizer.rule.evaluate(variant, group, STEP, carried_before(optimizer, group))
-        scalars = torch.tensor([values] * len(params), dtype=torch.float32, device=device)
+        scalars = torch.tensor([values] * len(params), dtype=torch.float32)
         flat = torch.cat([F.pad(param.detach(), (0, -param.numel() % BLOCK)) for param in params])
         states = tuple(torch.zeros_like(flat, dtype=torch.float32) for _ in variant.states)
         streams = Streams(flat, flat.float() if spec.has_master else None, states)

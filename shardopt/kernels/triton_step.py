@@ -174,13 +174,25 @@ def step_kernel(
         else:
             noise = 0
         if STATES[index] == "block":
-            codes, scales = encode(states[index], start, end_ptr, is_whole, noise, tl.constexpr(NUMBERS[index]), tl.constexpr(ROUNDINGS[index]))
+            codes, scales = encode(
+                states[index],
+                start,
+                end_ptr,
+                is_whole,
+                noise,
+                tl.constexpr(NUMBERS[index]),
+                tl.constexpr(ROUNDINGS[index]),
+            )
             tl.store(column(state_ptrs[index] + start) + places, codes, mask=active)
             tl.store(scale_ptrs[index] + blocks, scales, mask=updated)
         elif STATES[index] == "bf16_dithered":
             tl.store(column(state_ptrs[index] + start) + places, narrow_up(states[index], noise), mask=active)
         else:
-            tl.store(column(state_ptrs[index] + start) + places, narrow(states[index], tl.constexpr(STATES[index])), mask=active)
+            tl.store(
+                column(state_ptrs[index] + start) + places,
+                narrow(states[index], tl.constexpr(STATES[index])),
+                mask=active,
+            )
 
 
 @functools.cache

@@ -455,10 +455,9 @@ class Reducer:
 
 
 def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...], share: float) -> None:
-    buffer.join()  # another stream may have waited for an earlier reduction of this buffer
+    buffer.use()  # another stream may have waited for an earlier reduction of this buffer
     into = buffer.memory.as_strided(grad.size(), strides, offset)
     if share == 1.0:
         into.copy_(grad)
     else:
         torch.mul(grad, share, out=into)  # computed in the gradient's dtype, then rounded to the buffer's
-    buffer.mark()

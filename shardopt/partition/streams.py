@@ -6,6 +6,7 @@ a GPU each stream has an order of its own, and each stream that comes to a buffe
 
 * ``mark``: the current stream has used the buffer. This records an event on it: the host is ahead of the stream.
 * ``join``: the current stream waits for the marks of all other streams. Its own marks need no waiting.
+* ``use``: a join, and a mark of all that the stream does with the buffer until another stream comes to it.
 
 A collective starts after the stream that is current when it is called. Once waited for, it ends before what the then
 current stream does next. So ``join`` before it and ``mark`` after the wait order it among the other uses. A pool keeps
@@ -24,7 +25,8 @@ import torch
 
 def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
     """Returns the stream on which this thread computes; None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    # The index alone: torch takes longer to find it in a device than to find the stream.
+    return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
 
 
 class StreamUses:
@@ -33,20 +35,49 @@ class StreamUses:
     def __init__(self, device: torch.device):
         self._device = device
         self._events: dict[Any, torch.cuda.Event] = {}  # by stream that used the memory; empty on a CPU
+        self._user: torch.cuda.Stream | None = None  # whose use goes on: it has no mark yet
 
     def mark(self) -> None:
         """Notes that the current stream has used the memory."""
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            self._events.setdefault(stream, torch.cuda.Event()).record(stream)
+        stream = current_stream(self._device)
+        if stream is not None:
+            self._end_use_of_others(stream)
+            self._record(stream)
+            self._user = None
 
     def join(self) -> None:
         """The current stream waits for the other streams that used the memory."""
-        if self._events:
-            stream = torch.cuda.current_stream(self._device)
-            for other, event in self._events.items():
-                if other != stream:
-                    stream.wait_event(event)
+        if self._events or self._user is not None:
+            stream = current_stream(self._device)
+            assert stream is not None
+            self._join(stream)
+
+    def use(self) -> None:
+        """Joins, and notes that the current stream uses the memory from now on.
+
+        The use is marked once another stream comes. A bucket is filled by one gradient after the other, nearly always
+        on one stream, and two events for each of them would cost the host as much as the copies.
+        """
+        stream = current_stream(self._device)
+        if stream is not None and stream != self._user:
+            self._join(stream)
+            self._user = stream
+
+    def _join(self, stream: "torch.cuda.Stream") -> None:
+        self._end_use_of_others(stream)
+        for other, event in self._events.items():
+            if other != stream:
+                stream.wait_event(event)
+
+    def _end_use_of_others(self, stream: "torch.cuda.Stream") -> None:
+        if self._user is not None and self._user != stream:
+            self._record(self._user)
+            self._user = None
+
+    def _record(self, stream: "torch.cuda.Stream") -> None:
+        if stream not in self._events:
+            self._events[stream] = torch.cuda.Event()
+        self._events[stream].record(stream)
 
 
 class ReductionBuffer(StreamUses):
