@@ -225,7 +225,8 @@ def pass_text(part: PassArithmetic) -> str:
         if at in kept:
             name = kept[at]
             index, rounded = part.states.index(name), f"state_{name}" if name in part.rounded else f"rounded_{name}"
-            arguments = f"state_{name}, {context}, tl.constexpr(STATES[{index}]), tl.constexpr(NUMBERS[{index}]), tl.constexpr(ROUNDINGS[{index}]), {index}"
+            format = ", ".join(f"tl.constexpr({each}[{index}])" for each in ("STATES", "NUMBERS", "ROUNDINGS"))
+            arguments = f"state_{name}, {context}, {format}, {index}"
             lines.append(f"    items_{name}, scales_{name}, {rounded} = keep({arguments})")
     stored = [name for name in part.states if name in part.written]
     # A measured value may be the same number for all elements: param makes a tile of it.
