@@ -47,8 +47,7 @@ def _note(result: dict[str, Any]) -> str:
     settings, machine, packages = result["settings"], result["machine"], result["results"]["packages"]
     return (
         f"GPT of {result['results']['params'] / 1e6:.1f}M params, {settings['dtype']}, {settings['ranks']} gloo ranks, "
-        f"{machine['device']}.\ntorch {machine['torch']}, DeepSpeed {packages['deepspeed']}. "
-        "No GPU has been measured yet."
+        f"{machine['device']}.\ntorch {machine['torch']}, DeepSpeed {packages['deepspeed']}."
     )
 
 

@@ -22,12 +22,12 @@ from shardopt.tools.ways import Way
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-DEVICE = "amd-epyc-2-cores"
+CPU, GPU = "amd-epyc-2-cores", "nvidia-h100-80gb-hbm3"
 
 
-def newest(name: str) -> dict[str, Any]:
-    """The newest result of one benchmark on the CPU machine; names begin with the date."""
-    path = sorted(RESULTS.glob(f"*-{name}-{DEVICE}.json"))[-1]
+def newest(name: str, device: str = CPU) -> dict[str, Any]:
+    """The newest result of one benchmark on one machine; names begin with the date."""
+    path = sorted(RESULTS.glob(f"*-{name}-{device}.json"))[-1]
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
@@ -92,9 +92,7 @@ def offload_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-MEDIANS = (
-    "medians of interleaved pairs, ratios within one run; in parentheses the 95 % interval. No GPU has been measured"
-)
+MEDIANS = "medians of interleaved pairs, ratios within one run; in parentheses the 95 % interval"
 
 
 def headline() -> str:
@@ -123,7 +121,7 @@ def peers() -> str:
         [
             f"A training step of a GPT of {result['results']['params'] / 1e6:.1f}M params on {settings['ranks']} gloo "
             f"ranks of {machine['device']}, {settings['dtype']}, torch {machine['torch']}, DeepSpeed "
-            f"{packages['deepspeed']}: {MEDIANS} yet.",
+            f"{packages['deepspeed']}: {MEDIANS}.",
             "",
             *train_table(result),
             "",
@@ -146,8 +144,7 @@ def numbers() -> str:
     first, second = cold["first step"]["median"], cold["second step"]["median"]
     return "\n".join(
         [
-            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: "
-            f"{MEDIANS} yet.",
+            f"On {machine['device']} ({kernels['settings']['threads']} threads), torch {machine['torch']}: {MEDIANS}.",
             "",
             f"**The update** of {kernels['settings']['elements'] / 2**20:.0f}M elements, as bytes read and written "
             "over time, beside `dst.copy_(src)` with the same threads (more than 100 % is possible, since a "
@@ -183,6 +180,46 @@ def numbers() -> str:
     )
 
 
+def on_a_gpu() -> str:
+    """The update on one GPU, what offloading takes there, and a step of one rank."""
+    kernels, trained, tests = newest("kernels", GPU), newest("train-bf16*", GPU), newest("gpu-tests", GPU)
+    machine, settings, sizes = kernels["machine"], trained["settings"], trained["results"]["params"]
+    passed = " and ".join(f"{each['passed']} tests of `{name}`" for name, each in tests["results"].items())
+    return "\n".join(
+        [
+            f"On one {machine['device']}, torch {machine['torch']}, Triton {machine['triton']}: {MEDIANS}. {passed} "
+            "passed there.",
+            "",
+            f"**The update** of {kernels['settings']['elements'] / 2**20:.0f}M elements, the kernel alone, with "
+            "launches queued:",
+            "",
+            *kernel_table(kernels),
+            "",
+            mixed_sentence(kernels),
+            "",
+            f"**A step of one rank** of a GPT of {sizes / 1e6:.1f}M params, bf16, {settings['batch']} sequences of "
+            f"{settings['context']} tokens; {settings['rounds']} rounds only, in parentheses the least and largest. "
+            "At this size the device waits for the host to launch kernels. torch's optimizers have no masters here:",
+            "",
+            *train_table(trained),
+            "",
+            states_on_the_host(newest("offload-moves", GPU)["results"]["moves"], newest("bus", GPU)["results"]["ways"]),
+        ]
+    )
+
+
+def states_on_the_host(moves: dict[str, Any], ways: dict[str, Any]) -> str:
+    seconds, speeds = moves["s"], moves["GB/s"]
+    here, away = (1e3 * seconds[f"step, states {where}"]["median"] for where in ("on the device", "offloaded"))
+    gpu, cpu = (percent(ways[f"step='{name}'"]["of"]) for name in ("gpu", "cpu"))
+    return (
+        f"**States in host memory**, {moves['masters and states GB']:.2f} GB of them: `offload()` moves "
+        f"{speeds['offload']['median']:.1f} GB/s, `reload()` {speeds['reload']['median']:.1f}. A step takes {away:.0f} "
+        f'ms, and {here:.1f} ms with states on the device. `step="gpu"` reaches {gpu} of plain copies over the bus in '
+        f'both directions, `step="cpu"` {cpu} of a copy in host memory.'
+    )
+
+
 def stages() -> str:
     """Every stage and tier that was measured."""
     fp32, bf16, four = newest("train-fp32"), newest("train-bf16"), newest("train-fp32-4-ranks")
@@ -190,7 +227,7 @@ def stages() -> str:
     return "\n".join(
         [
             f"A training step of a GPT of {fp32['results']['params'] / 1e6:.1f}M params on {machine['device']}, "
-            f"torch {machine['torch']}, gloo: {MEDIANS} yet. Peaks are resident bytes above the process before the "
+            f"torch {machine['torch']}, gloo: {MEDIANS}. Peaks are resident bytes above the process before the "
             "model was built: params, activations and gloo's buffers are in them.",
             "",
             "2 ranks, fp32:",
@@ -261,7 +298,7 @@ def costs_of_formats() -> str:
     machine = formats["machine"]
     lines = [
         f"One update of {formats['settings']['elements'] / 2**20:.0f}M elements of AdamW, bf16 gradient in and bf16 "
-        f"param out, on {machine['device']}: time over that of fp32 masters and states, {MEDIANS} yet. `kept`: bytes a "
+        f"param out, on {machine['device']}: time over that of fp32 masters and states, {MEDIANS}. `kept`: bytes a "
         "param on one rank that was given params only, its own 2 and the gradient's 2 in it.",
         "",
         how_loss_was_measured(quality),
@@ -370,6 +407,7 @@ SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "headline"): headline,
     ("docs/measured.md", "peers"): peers,
     ("docs/measured.md", "numbers"): numbers,
+    ("docs/measured.md", "gpu"): on_a_gpu,
     ("docs/formats.md", "formats"): bytes_of_stage_2,
     ("docs/formats.md", "bytes"): bytes_of_formats,
     ("docs/formats.md", "costs"): costs_of_formats,

@@ -12,7 +12,7 @@ what it wrote is copied to the device. Params that the update reads (no fp32 mas
 first. Gradients that are offloaded are read where they lie.
 
 The store wraps a store of host memory or of a disk. A disk's updates hold only after all ranks have voted, so its
-params are copied to the device after the vote. Not measured on a GPU yet.
+params are copied to the device after the vote.
 """
 
 from __future__ import annotations

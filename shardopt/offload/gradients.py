@@ -3,8 +3,7 @@
 ``domain/host_sum.py`` decides when a sum is copied to the host and back.
 
 A slot is a staging buffer. A slot is reused after the copy of its last sum to the host. There are as many slots as were
-ever in use at a time: one for each reduction under way, and one for the sum that is loaded next. Not measured on a GPU
-yet.
+ever in use at a time: one for each reduction under way, and one for the sum that is loaded next.
 """
 
 from __future__ import annotations

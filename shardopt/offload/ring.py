@@ -7,8 +7,7 @@
     slot 2                      | load 2   | update 2 | ...
 
 A slot is a staging buffer. A chunk is loaded into a slot after the copy that stores the slot's last chunk. The first
-load of a step waits for the last store of the step before, which may be of the same host memory. Not measured on a GPU
-yet.
+load of a step waits for the last store of the step before, which may be of the same host memory.
 """
 
 from __future__ import annotations
