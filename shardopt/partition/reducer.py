@@ -455,7 +455,7 @@ class Reducer:
 
 
 def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...], share: float) -> None:
-    buffer.use()  # another stream may have waited for an earlier reduction of this buffer
+    buffer.occupy()  # another stream may have waited for an earlier reduction of this buffer
     into = buffer.memory.as_strided(grad.size(), strides, offset)
     if share == 1.0:
         into.copy_(grad)

@@ -6,7 +6,7 @@ a GPU each stream has an order of its own, and each stream that comes to a buffe
 
 * ``mark``: the current stream has used the buffer. This records an event on it: the host is ahead of the stream.
 * ``join``: the current stream waits for the marks of all other streams. Its own marks need no waiting.
-* ``use``: a join, and a mark of all that the stream does with the buffer until another stream comes to it.
+* ``occupy``: a join, and a mark of all that the stream does with the buffer until another stream comes to it.
 
 A collective starts after the stream that is current when it is called. Once waited for, it ends before what the then
 current stream does next. So ``join`` before it and ``mark`` after the wait order it among the other uses. A pool keeps
@@ -50,20 +50,20 @@ class StreamUses:
         if self._events or self._user is not None:
             stream = current_stream(self._device)
             assert stream is not None
-            self._join(stream)
+            self._join_on(stream)
 
-    def use(self) -> None:
+    def occupy(self) -> None:
         """Joins, and notes that the current stream uses the memory from now on.
 
         The use is marked once another stream comes. A bucket is filled by one gradient after the other, nearly always
-        on one stream, and two events for each of them would cost the host as much as the copies.
+        on one stream: an event for each would cost the host as much as the copy of a small gradient.
         """
         stream = current_stream(self._device)
         if stream is not None and stream != self._user:
-            self._join(stream)
+            self._join_on(stream)
             self._user = stream
 
-    def _join(self, stream: "torch.cuda.Stream") -> None:
+    def _join_on(self, stream: "torch.cuda.Stream") -> None:
         self._end_use_of_others(stream)
         for other, event in self._events.items():
             if other != stream:

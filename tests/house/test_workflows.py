@@ -70,7 +70,7 @@ def test_a_line_runs(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_tests_run_on_what_is_supported() -> None:
-    """From the oldest Python and torch that pyproject.toml allows to the newest that setup.sh installs."""
+    """From the oldest Python, torch and Triton that pyproject.toml allows to the newest that setup.sh installs."""
     matrix = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["tests"]["strategy"]["matrix"]
     versions = [tuple(map(int, version.split("."))) for version in matrix["python"]]
     oldest = tuple(map(int, PROJECT["requires-python"].removeprefix(">=").split(".")))
@@ -78,9 +78,19 @@ def test_the_tests_run_on_what_is_supported() -> None:
     assert newest is not None
     assert versions == [(3, minor) for minor in range(oldest[1], int(newest[2]) + 1)]
     pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    floor = next(each for each in PROJECT["dependencies"] if each.startswith("torch>="))
+    floors = {}
+    for name in ("torch", "triton"):
+        (floors[name],) = (
+            found[1] for each in PROJECT["dependencies"] if (found := re.match(rf"{name}>=([\d.]+)", each))
+        )
     assert pinned is not None and matrix["torch"] == [pinned[1]]
-    assert matrix["include"] == [{"python": matrix["python"][0], "torch": floor.removeprefix("torch>=") + ".0"}]
+    assert matrix["include"] == [
+        {
+            "python": matrix["python"][0],
+            "torch": f"{floors['torch']}.0",
+            "oldest": f"triton=={floors['triton']}.0",
+        }
+    ]
 
 
 def test_a_release_is_tested() -> None:

@@ -29,6 +29,7 @@ from tests.support.ptx.driver import Driver
 from tests.support.ptx.process import Compiling
 from tests.support.ptx.shards import ShardOnPtx
 from tests.support.shards import Memory, assert_same_bits
+from tests.support.versions import needs_the_interpreter_of_new_triton, needs_the_ptx_of_new_triton
 
 
 class Laid(NamedTuple):
@@ -168,6 +169,7 @@ def test_sums_as_compiled(compiling: Compiling) -> None:
     compiling(in_sums, [("fp32", "log_uniform"), ("bf16", "special"), ("fp16", "heavy_tailed")])
 
 
+@needs_the_interpreter_of_new_triton
 def test_the_interpreter_has_the_bits_of_the_native_sums() -> None:
     before = every_piece([contiguous(BAND + 3, 6), contiguous(9, 4), Laid((3, 2, 4), (1, 2, 0))], FP32, "special")
     expected = added_up(native_backend, before, FACTORS)
@@ -269,10 +271,12 @@ def in_products(names: Sequence[str]) -> set[str]:
     return executed
 
 
+@needs_the_ptx_of_new_triton
 def test_products_as_compiled(compiling: Compiling) -> None:
     compiling(in_products, list(FORMATS))
 
 
+@needs_the_interpreter_of_new_triton
 def test_the_interpreter_has_the_products_of_the_native_kernels() -> None:
     shard = factored_shard(*FORMATS["fp32"])
     shard.assert_same(launched(shard, triton_backend), launched(shard, native_backend), "interpreter")

@@ -42,6 +42,7 @@ from tests.support.ptx.process import Compiling
 from tests.support.ptx.shards import check_joined, check_reductions, check_step
 from tests.support.shards import Shape
 from tests.support.sweep import drawn, grid
+from tests.support.versions import needs_the_ptx_of_new_triton
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What a launch can be handed: the gradients as backward left them, or sums of them.
@@ -192,6 +193,7 @@ def in_programs_of(blocks: int, warps: int) -> set[str]:
     return executed
 
 
+@needs_the_ptx_of_new_triton
 @pytest.mark.parametrize(("blocks", "warps"), [(2, 1), (4, 4), pytest.param(8, 4, marks=pytest.mark.slow)])
 def test_programs_of_any_size(compiling: Compiling, blocks: int, warps: int) -> None:
     """Launches take one block and one warp; more of them exchange values through shared memory, between barriers."""

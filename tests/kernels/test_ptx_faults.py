@@ -18,6 +18,7 @@ from tests.support.ptx.numbers import PtxError
 from tests.support.ptx.process import Compiling
 from tests.support.ptx.shards import check_reductions, check_step
 from tests.support.shards import Shape
+from tests.support.versions import needs_the_ptx_of_new_triton
 
 DIFFERENT_BITS = (AssertionError, r"\d+ of \d+ differ")
 PLAIN: tuple[Any, ...] = (FP32, FP32, FP32, ())
@@ -166,6 +167,7 @@ def in_sums_with(name: str) -> None:
                 check_reductions(Shape(NASTY.members, grads=grads), FP32, edit=edit)
 
 
+@needs_the_ptx_of_new_triton
 @pytest.mark.parametrize("name", SUMS_FAULTS)
 def test_a_fault_in_an_exchange_is_found(compiling: Compiling, name: str) -> None:
     compiling(in_sums_with, name)

@@ -46,6 +46,9 @@ _CALLS = {
     *(
         "mark",
         "join",
+        "occupy",
+        "_join_on",
+        "_end_use_of_others",
         "wait",
         "wait_on_stream",
         "wait_event",

@@ -139,7 +139,7 @@ def test_the_device_is_no_host() -> None:
 
 # ``python -m tests.mutation.waits`` takes away all of them, one at a time.
 EXAMPLES = (
-    ("StreamUses._join", "stream.wait_event(event)", Scenario(2)),
+    ("StreamUses._join_on", "stream.wait_event(event)", Scenario(2)),
     ("Reducer._start", "self._sums.join()", REORDERED),
     ("CollectiveReduceScatter._finish_first", "self._ranks.wait_on_stream(pending)", Scenario(1)),
     ("AllGather.finish", "end()", Scenario(3)),

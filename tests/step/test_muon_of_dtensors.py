@@ -34,6 +34,7 @@ from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.tensor_parallel import in_parallel, loss, mesh_of, model_of
 from tests.support.training import one_thread, raises
+from tests.support.versions import needs_full_tensors_of_any_strides
 
 STEPS = 3
 
@@ -213,6 +214,7 @@ def run_settings(shape: dict[str, int], cases: Sequence[Case], keywords: dict[st
     return runs
 
 
+@needs_full_tensors_of_any_strides
 def test_bits_of_torch(ranks: Pool) -> None:
     """It takes more than 20 seconds: seven trainings on five kinds of meshes."""
     for shape, settings in SETTINGS.items():
@@ -254,6 +256,7 @@ def saved_or_loaded(folder: str, steps: range) -> list[bytes]:
     return train(model, optimizer, steps, **places)
 
 
+@needs_full_tensors_of_any_strides
 def test_a_checkpoint_in_another_cut(ranks: Pool, tmp_path: Path) -> None:
     for steps, world in ((range(1), 4), (range(1, 3), 2)):
         expected = of_torch(CASES[-6:], DEFAULTS, steps.stop)
