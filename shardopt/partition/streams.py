@@ -38,10 +38,9 @@ class StreamUses:
         self._user: torch.cuda.Stream | None = None  # whose use goes on: it has no mark yet
 
     def mark(self) -> None:
-        """Notes that the current stream has used the memory."""
+        """Notes that the current stream has used the memory, after all that it waited for: no other use goes on."""
         stream = current_stream(self._device)
         if stream is not None:
-            self._end_use_of_others(stream)
             self._record(stream)
             self._user = None
 
@@ -64,15 +63,12 @@ class StreamUses:
             self._user = stream
 
     def _join_on(self, stream: "torch.cuda.Stream") -> None:
-        self._end_use_of_others(stream)
-        for other, event in self._events.items():
-            if other != stream:
-                stream.wait_event(event)
-
-    def _end_use_of_others(self, stream: "torch.cuda.Stream") -> None:
         if self._user is not None and self._user != stream:
             self._record(self._user)
             self._user = None
+        for other, event in self._events.items():
+            if other != stream:
+                stream.wait_event(event)
 
     def _record(self, stream: "torch.cuda.Stream") -> None:
         if stream not in self._events:
