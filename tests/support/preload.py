@@ -35,7 +35,7 @@ import shardopt.kernels.native_formats
 import shardopt.kernels.native_reductions
 import shardopt.kernels.native_words
 import shardopt.optim.shadow
-from tests.support import kernel_cache
+from tests.support import interpreter, kernel_cache
 
 if hasattr(os, "SCHED_BATCH"):
     # Ranks outnumber cores. One that a message wakes would take the core from the rank that sends it, while that one
@@ -49,6 +49,7 @@ shardopt.domain.serve.HANDSHAKE = shardopt.domain.peers.HANDSHAKE = 600.0
 for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
     torch.use_deterministic_algorithms(is_deterministic)
 kernel_cache.install()
+interpreter.install()
 gc.collect()
 # A full collection walks a million objects of these libraries, a third of a second each time that a test asks for one.
 # Frozen, they are passed over.
