@@ -55,6 +55,13 @@ def has_reducer(ddp: DistributedDataParallel) -> bool:
     return not isinstance(ddp.reducer, RetiredReducer)
 
 
+def syncs_buffers(ddp: DistributedDataParallel) -> bool:
+    """True if a forward gives every rank the buffers of one."""
+    # Torch renamed the attribute after 2.11, and the older name warns since.
+    name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
+    return bool(ddp.modules_buffers and getattr(ddp, name))
+
+
 def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None, on_last: OnLast) -> None:
     """Makes DDP ignore gradients, and frees its buckets.
 

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..domain.hyperparameters import plain_numbers
 from ..errors import ShardoptError
 from ..module.backward import Backward
+from ..module.ddp import syncs_buffers
 from ..partition.unit import UnitState
 from ..partition.unit_orders import Direction
 from ..step.step import Call
@@ -268,7 +269,7 @@ class Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends the context when all ranks have run out: DDP's buffers become those of a rank with the last batch."""
-        if self._ddp is not None and self._ddp.modules_buffers and self._ddp.forward_sync_buffers:
+        if self._ddp is not None and syncs_buffers(self._ddp):
             rank = self._ddp._find_common_rank(self._ranks.rank, is_last_joiner)
             self._ddp._sync_module_buffers(rank)
         self.leave()
