@@ -60,19 +60,19 @@ if [[ $what == --sanitize ]]; then
     exit $failed
 fi
 
-# Half of a test's time goes into the compilation of its kernels, which needs a core and no GPU.
+# The compilation of a test's kernels needs a core, and no GPU.
 several=(-p no:benchmark)  # which warns of -n, and a warning is an error
 if "$python" -c 'import xdist' 2> /dev/null; then several+=(-n 8); fi
 gpt=(--layers 12 --width 1024 --heads 16 --vocab 32768 --batch 4 --context 512)
-run tests 70 "$python" -m pytest -q -m gpu "${several[@]}" tests/kernels/test_gpu.py
+run tests 90 "$python" -m pytest -q -m gpu "${several[@]}" tests/kernels/test_gpu.py
 run nccl 40 "$python" -m pytest -q -m gpu "${several[@]}" tests/gpu/test_nccl_one_rank.py
-run kernels 80 "$python" bench/kernels.py --device cuda --pairs 7 --out "$out"
+run kernels 60 "$python" bench/kernels.py --device cuda --pairs 7 --out "$out"
 # One rank moves nothing, so stage 2 takes the steps of stage 1.
 engines=(--rounds 7 --burst 3 --engines ddp shardopt-1 module-1 module-2-cpu module-3 fsdp2)
-run train-fp32 75 "$python" bench/train.py --device cuda --dtype fp32 "${engines[@]}" "${gpt[@]}" --out "$out"
-run train-bf16 65 "$python" bench/train.py --device cuda --dtype bf16 "${engines[@]}" "${gpt[@]}" --out "$out"
-run formats 30 "$python" bench/formats.py --device cuda --out "$out"
-run moves 30 "$python" bench/offload.py --device cuda --only moves --elements 256 --rounds 5 --out "$out"
-run bus 45 "$python" bench/bus.py --elements 256 --rounds 5 --out "$out"
-run cold-start 30 "$python" bench/cold_start.py --device cuda --samples 2 --out "$out"
+run train-fp32 95 "$python" bench/train.py --device cuda --dtype fp32 "${engines[@]}" "${gpt[@]}" --out "$out"
+run train-bf16 95 "$python" bench/train.py --device cuda --dtype bf16 "${engines[@]}" "${gpt[@]}" --out "$out"
+run formats 25 "$python" bench/formats.py --device cuda --out "$out"
+run moves 15 "$python" bench/offload.py --device cuda --only moves --elements 64 --rounds 5 --out "$out"
+run bus 15 "$python" bench/bus.py --elements 64 --rounds 5 --out "$out"
+run cold-start 40 "$python" bench/cold_start.py --device cuda --samples 2 --out "$out"
 exit $failed

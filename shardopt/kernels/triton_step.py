@@ -67,7 +67,7 @@ def step_kernel(
     MASTER: tl.constexpr,  # "" if there is no master
     TYPES: tl.constexpr,  # of the items of each stream: param, master, states
     STATES: tl.constexpr,  # of each state: the name of its format, or "block"
-    NUMBERS: tl.constexpr,  # of each state: those of its block format
+    NUMBERS: tl.constexpr,  # of each state: the numbers of its block format, or ()
     ROUNDINGS: tl.constexpr,  # tuple, of each state
     NEEDS_NOISE: tl.constexpr,
     GRAD_TYPE: tl.constexpr,
@@ -218,7 +218,8 @@ def stream_constants(spec: StepSpec, aligned: bool) -> dict[str, Any]:
         "GRAD": spec.grad.name,
         "MASTER": spec.master.name if spec.has_master and spec.master is not None else "",
         "TYPES": tuple(_TYPES[each] for each in _storages(spec)),
-        # Names and numbers apart: Triton 3.6 takes no tuple of both out of a tuple.
+        # Triton 3.6 takes no tuple of names and numbers out of a tuple, so they are apart. It hands on what it takes
+        # out only as tl.constexpr(...). Test: test_compiled.py with that Triton, as .github/workflows/tests.yml has it.
         "STATES": tuple("block" if isinstance(format, BlockFormat) else format.name for format in spec.states),
         "NUMBERS": tuple(_numbers(format) for format in spec.states),
         "ROUNDINGS": tuple(format.rounding for format in spec.states),

@@ -41,7 +41,7 @@ class MeasuredStore(Store):
         self._seconds: dict[str, list[float]] = {name: [] for name in updaters}
         self._now = next(iter(updaters))
         self._began: float | None = None  # start of the pass that is measured
-        self._took = 0.0  # seconds of this step's passes, those before included
+        self._took = 0.0  # seconds of this step's passes so far
 
     @property
     def _updater(self) -> _Updater:
@@ -58,13 +58,13 @@ class MeasuredStore(Store):
     def begin_step(self) -> None:
         """Counts the step before, and chooses where this one runs.
 
-        All passes of a step run at one place: what the first ones measure and what the last one reads lie there. A
-        change in mid-step crashed Adafactor on a GPU (test_all_passes_of_a_step_run_at_one_place).
+        All passes of a step run in one place, since what the first ones measure and the last one reads lies there.
+        Adafactor crashed on a GPU when the place changed in mid-step (test_all_passes_of_a_step_run_in_one_place).
         """
-        if self._took:
+        if self._took and self._began is None:  # else its last pass failed
             self._seconds[self._now].append(self._took)
-            self._took = 0.0
             self._choose()
+        self._took, self._began = 0.0, None
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         if self.note is None:  # no choice is made yet

@@ -149,7 +149,7 @@ class Store(Protocol):
         """Makes the storage of a shard of ``numel`` params of this dtype; it has no streams yet."""
 
     def begin_step(self) -> None:
-        """A step's updates begin, of one pass or of several, each of which is prefetched and flushed."""
+        """Begins a step's updates: one pass or several, each with a prefetch and a flush."""
         return
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:

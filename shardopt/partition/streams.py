@@ -25,7 +25,7 @@ import torch
 
 def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
     """Returns the stream on which this thread computes; None on a CPU."""
-    # The index alone: torch takes longer to find it in a device than to find the stream.
+    # The index, since torch spends nearly as long on finding it in a device as on the stream.
     return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
 
 
@@ -54,8 +54,8 @@ class StreamUses:
     def occupy(self) -> None:
         """Joins, and notes that the current stream uses the memory from now on.
 
-        The use is marked once another stream comes. A bucket is filled by one gradient after the other, nearly always
-        on one stream: an event for each would cost the host as much as the copy of a small gradient.
+        The use is marked once another stream comes. Many gradients fill one bucket, nearly always on one stream, and
+        an event for each would take the host's time for nothing.
         """
         stream = current_stream(self._device)
         if stream is not None and stream != self._user:

@@ -193,8 +193,14 @@ def in_programs_of(blocks: int, warps: int) -> set[str]:
     return executed
 
 
-@needs_the_ptx_of_new_triton
-@pytest.mark.parametrize(("blocks", "warps"), [(2, 1), (4, 4), pytest.param(8, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("blocks", "warps"),
+    [
+        (2, 1),
+        pytest.param(4, 4, marks=needs_the_ptx_of_new_triton),
+        pytest.param(8, 4, marks=[needs_the_ptx_of_new_triton, pytest.mark.slow]),
+    ],
+)
 def test_programs_of_any_size(compiling: Compiling, blocks: int, warps: int) -> None:
     """Launches take one block and one warp; more of them exchange values through shared memory, between barriers."""
     compiling(in_programs_of, blocks, warps)

@@ -118,7 +118,7 @@ def test_every_way_to_write_params_is_followed(formats: dict[str, Any], streams:
 
 
 @pytest.mark.parametrize("kind", [ShardedAdafactor, ShardedLAMB])
-def test_all_passes_of_a_step_run_at_one_place(kind: type[ShardedOptimizer]) -> None:
+def test_all_passes_of_a_step_run_in_one_place(kind: type[ShardedOptimizer]) -> None:
     """Three whole steps run on the device, three on the CPU, and then those of the faster one."""
     places, fetch = set[bool](), MeasuredStore.fetch
 

@@ -1,6 +1,6 @@
-"""Triton's interpreter patches the language at each call of a function that a kernel calls. Here a launch patches once.
+"""Triton's interpreter patches ``triton.language`` at each call of a function within a kernel; here, once a launch.
 
-What it patches stays until the launch ends, so the calls that follow change nothing: they took half of its time.
+A patch stays until the launch ends, so the later ones of a launch change nothing, and took a good part of its time.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def install() -> None:
 
 def _patch_once(function: Any) -> Any:
     languages = {id(each) for each in function.__globals__.values() if each is tl or each is tl.core}
-    if languages <= _patched:
-        return None  # a call within a launch, which does not look at its scope
+    if languages and languages <= _patched:
+        return interpreter._LangPatchScope()  # of a call within a launch: nothing is to be restored
     _patched.update(languages)
     return _Launch(_patch(function))

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 _IS_OLD_TRITON = Version(triton.__version__) < Version("3.7")
 needs_the_interpreter_of_new_triton = pytest.mark.skipif(
-    _IS_OLD_TRITON, reason="Triton 3.6 interprets no loop whose bounds are loaded, with this numpy"
+    _IS_OLD_TRITON, reason="the interpreter of Triton 3.6 runs no loop whose bounds are loaded"
 )
 needs_the_ptx_of_new_triton = pytest.mark.skipif(
     _IS_OLD_TRITON, reason="Triton 3.6 emits instructions that tests/support/ptx does not know"
