@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .formats import LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat
+from .formats import INFINITY_BITS, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE, SPLIT, BlockFormat
 from .tables import BLOCK
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ def join(param: torch.Tensor, rest: torch.Tensor, format: Format) -> torch.Tenso
     """Returns the fp32 master of bf16 ``param``, from the low bits that are stored beside the param; all 1D."""
     upper = param.view(torch.int16).int() << 16
     lower = rest.int() if format is SPLIT else rest.int() << 8
-    return (upper + lower).view(torch.float32)
+    magnitude = upper & 0x7FFFFFFF
+    joined = torch.minimum((magnitude + lower).clamp(min=0), magnitude.clamp(min=INFINITY_BITS))
+    return (joined | (upper & -0x80000000)).view(torch.float32)
 
 
 def rounds_to_even(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ truncates where a GPU rounds.
 **Master weights.** ``split`` stores only those bits of a bf16 param's fp32 master that the param lacks: the param is
 the upper half of the master's bits, rounded to nearest with ties away from zero, and 16 bits hold the difference, so
 that all of fp32 comes back. ``split24`` stores 8 bits of the difference: the master is rounded to 16 bits of mantissa
-first.
+first. A script may write the param through ``.data``, which leaves the difference of the old value beside the new one.
+So the magnitude stays between zero and infinity when both are joined: a written zero would become NaN otherwise. The
+master is then the written value to half a unit in its last place. Test: a_written_param_joins_a_stale_rest.
 
 **Blocks in 8 bits.** 256 elements share an fp32 scale; each stores a code that stands for a fraction of it. Codes are
 close where values are small and wide where they are large, in straight pieces, as in telephones (ITU-T G.711). With an
@@ -119,6 +121,7 @@ BELOW_TOP = 1 << 9
 SCALE_DROPPED_BITS = 8
 SMALLEST_SCALE = 2.0**-126
 LARGEST_FP32 = (2 - 2.0**-23) * 2.0**127
+INFINITY_BITS = 0x7F800000
 NAN_BITS = 0x7FC00000  # of every NaN that is stored: the bits of a NaN that arithmetic makes depend on the machine
 
 _BY_DTYPE = {format.dtype: format for format in (FP32, BF16, FP16)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import njit, types
 
-from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import BELOW_TOP, GOLDEN, INFINITY_BITS, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .native_words import (
     COMPILE_OPTIONS,
     abs,
@@ -43,12 +43,20 @@ def one_nan(x: Any) -> Any:
 
 @njit(**COMPILE_OPTIONS)
 def join_split(param: Any, rest: Any) -> Any:
-    return from_bits(add(shl(i32(param), i32(16)), i32(rest)))
+    return _joined(shl(i32(param), i32(16)), i32(rest))
 
 
 @njit(**COMPILE_OPTIONS)
 def join_split24(param: Any, rest: Any) -> Any:
-    return from_bits(add(shl(i32(param), i32(16)), shl(i32(rest), i32(8))))
+    return _joined(shl(i32(param), i32(16)), shl(i32(rest), i32(8)))
+
+
+@njit(**COMPILE_OPTIONS)
+def _joined(upper: Any, rest: Any) -> Any:
+    """Adds the rest to the magnitude, between zero and infinity; see ``formats.py``."""
+    magnitude = both(upper, i32(0x7FFFFFFF))
+    joined = smaller(larger(add(magnitude, rest), i32(0)), larger(magnitude, i32(INFINITY_BITS)))
+    return from_bits(either(joined, both(upper, i32(-0x80000000))))
 
 
 @njit(**COMPILE_OPTIONS)

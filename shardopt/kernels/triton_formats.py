@@ -6,10 +6,11 @@ Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
 import triton
 import triton.language as tl
 
-from .formats import BELOW_TOP, GOLDEN, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
+from .formats import BELOW_TOP, GOLDEN, INFINITY_BITS, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .triton_words import column, largest_of
 
 _NAN = tl.constexpr(NAN_BITS)
+_INFINITY = tl.constexpr(INFINITY_BITS)
 _HALF_SCALE = tl.constexpr(1 << (SCALE_DROPPED_BITS - 1))
 _KEPT_OF_SCALE = tl.constexpr(-1 << SCALE_DROPPED_BITS)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -47,10 +48,11 @@ def one_nan_bits(x):
 def join(param, rest, MASTER: tl.constexpr):
     """Returns the fp32 master; the param comes as it is widened."""
     upper = bits_of(param)
-    if MASTER == "split":
-        return from_bits(upper + rest.to(tl.int32))
-    else:
-        return from_bits(upper + (rest.to(tl.int32) << 8))
+    low = rest.to(tl.int32) if MASTER == "split" else rest.to(tl.int32) << 8
+    # Added to the magnitude, between zero and infinity: see ``formats.py``.
+    magnitude = upper & 0x7FFFFFFF
+    joined = tl.minimum(tl.maximum(magnitude + low, 0), tl.maximum(magnitude, _INFINITY))
+    return from_bits(joined | (upper & -0x80000000))
 
 
 @triton.jit

@@ -174,6 +174,28 @@ def test_a_split_master_comes_back(backend: Backend, device: torch.device, forma
         check_masters(backend, high_halves(low).to(device), format)
 
 
+@KERNELS
+@MASTERS
+def test_a_written_param_joins_a_stale_rest(backend: Backend, device: torch.device, format: Format) -> None:
+    """Each bf16 value beside rests that another one left, as a write through ``.data`` leaves them: the master is the
+    value to half a unit in its last place, of its sign; an infinity is not NaN."""
+    info = torch.iinfo(format.dtype)
+    for rest in (info.min, -1, 1, info.max):
+        value = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)
+        rests = torch.full((2**16,), rest, dtype=format.dtype, device=device)
+        joined = codecs.join(value, rests, format)
+        param, low, unused = value.clone(), rests.clone(), torch.zeros(2**16, device=device)
+        launch(backend, StepSpec(keep_param.variant({}), BF16, FP32, format), Streams(param, low, ()), unused)
+        assert_same_bits(codecs.join(param, low, format), joined, "the kernel joins otherwise")
+        numbers = ~value.isnan()
+        assert not bool(joined[numbers].isnan().any()), "NaN from a number"
+        assert bool((joined.signbit() == value.signbit())[numbers].all()), "another sign"
+        finite = value.isfinite()
+        exponent = (value.view(torch.int16).int() >> 7 & 0xFF).clamp(min=1) - 127
+        unit = 2.0 ** (exponent - 7).double()
+        assert bool(((joined.double() - value.double()).abs() <= unit / 2)[finite].all())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("eighth", range(8))
 def test_all_of_fp32_comes_back(eighth: int) -> None:
