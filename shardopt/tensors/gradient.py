@@ -146,6 +146,9 @@ class GradientPart(Part):
             "steps would no longer reach the params that other processes see."
         )
 
+    def _refused_write(self, call: str) -> StateError:
+        return _unwritable(call)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.gradient_slice.total.numel()
         return (

@@ -138,6 +138,18 @@ class Part(torch.Tensor):
     def __dlpack__(self, *arguments: Any, **keywords: Any) -> Any:
         raise self._refused("__dlpack__()")
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        # torch would only make this tensor show other memory: the shard, and the step, would never see the values.
+        raise self._refused_write("a write to .data")
+
+    def _refused_write(self, call: str) -> StateError:
+        return self._refused(call)
+
     def _refused(self, call: str) -> StateError:
         return refusal(call)
 

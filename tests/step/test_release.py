@@ -382,6 +382,8 @@ def refuses_what_comes_too_late(stage: int, folder: Any) -> None:
     copied = copy.deepcopy(model.out.weight.grad)  # as of a model beside its gradients
     assert isinstance(copied, ReleasedGradient) and repr(copied).startswith("ReleasedGradient(shape=")
     assert isinstance(model.out.weight.grad.detach(), ReleasedGradient)
+    with raises(StateError, ".data", "released"):
+        model.out.weight.grad.data = torch.zeros_like(model.out.weight)
     torch._foreach_zero_([model.out.weight.grad])  # as torch clears many at once
     # The second backward is refused before anything changed, through the output's node or through a param's.
     before = bits(model, opt)

@@ -583,6 +583,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "_foreach_add_": lambda g: torch._foreach_add_([g], [OTHER]),
     "_foreach_sqrt_": lambda g: torch._foreach_sqrt_([g]),
     "div_.": lambda g: torch._foreach_div_([g], [OTHER]),
+    "a write to .data": lambda g: setattr(g, "data", OTHER),
+    "a write to .data would": lambda g: setattr(g.detach(), "data", OTHER),
 }
 
 
