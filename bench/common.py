@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardopt.kernels.formats import FP32, BlockFormat
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def bytes_per_element(spec: StepSpec) -> float:
+def bytes_per_element(spec: Spec) -> float:
     """Bytes that one pass of a kernel reads and writes for each element, tables aside."""
     written = [spec.param, *([spec.master] if spec.has_master and spec.master is not None else []), *spec.states]
     both = sum(each.itemsize for each in written)

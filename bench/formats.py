@@ -28,8 +28,9 @@ from shardopt.domain.formats import formats_for
 from shardopt.kernels import codecs
 from shardopt.kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat
 from shardopt.kernels.launch import backend_of
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import BLOCK, Gradients, Streams, Tables
+from shardopt.rules.passes import passes_of
 
 MASTERS = ("fp32", "split", "split24", "none")
 STATES = ("fp32", "bf16", "int8")
@@ -80,7 +81,7 @@ def cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run]:
+def updates(master: str, states: str, grad: torch.Tensor) -> tuple[Spec, Run]:
     """A shard in these formats, and its update."""
     device, numel = grad.device, grad.numel()
     optimizer = shardopt.ShardedAdamW([Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1)
@@ -88,7 +89,7 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run
     variant = optimizer.rule.variant(group)
     kept = formats_for(optimizer.rule, Options(master=master, state_format=states), torch.bfloat16, numel)
     formats = tuple(kept.states[name] for name in variant.states)
-    spec = StepSpec(variant, BF16 if kept.master is not None else BF16_RANDOM, BF16, kept.master, formats)
+    spec = Spec(passes_of(variant), BF16 if kept.master is not None else BF16_RANDOM, BF16, kept.master, formats)
     values = torch.randn(numel, device=device).mul_(0.02)
     param = values.bfloat16()
     masters = None
@@ -109,7 +110,7 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[StepSpec, Run
     noise = torch.tensor([[1, 2, 0, 3]], dtype=torch.int32)
     backend = backend_of(device)
     backend.prepare(spec, device, tables.aligned)
-    return spec, partial(backend.step, spec, streams, tables, torch.tensor([scalars]), Factors(), noise)
+    return spec, partial(backend.run, spec, 0, streams, Tables(tables, torch.tensor([scalars]), noise=noise))
 
 
 def interleaved(run: Run, other: Run, rounds: int, device: torch.device) -> tuple[list[float], list[float]]:

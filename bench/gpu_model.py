@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from common import bytes_per_element, parser_of, show, write_result
 
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK
 from tests.support.compile_targets import itemsizes
 from tests.support.lowered import Lowered, lowered_kernels
@@ -76,7 +76,7 @@ class Prediction:
 def bytes_of(kernel: Lowered) -> tuple[float, int]:
     """Bytes of an element that a kernel moves, its row included; those of them that a warp has under way at a time."""
     row = 4 / BLOCK
-    if isinstance(kernel.of, StepSpec):
+    if isinstance(kernel.of, Spec):
         return bytes_per_element(kernel.of) + row, sum(itemsizes(kernel.of, "load", True))
     return kernel.of.itemsize + row, kernel.of.itemsize
 

@@ -52,8 +52,9 @@ import shardopt
 from shardopt.kernels.formats import format_of
 from shardopt.kernels.launch import backend_of
 from shardopt.kernels.reductions import new_totals
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams, Tables
+from shardopt.rules.passes import passes_of
 
 Run = Callable[[], Any]
 
@@ -251,7 +252,7 @@ def grads_of(params: Sequence[Parameter]) -> list[Tensor]:
 class Kernel:
     """One launch over one shard, with its tables ready: what a user of ``kernels.launch`` has in hand."""
 
-    spec: StepSpec
+    spec: Spec
     grads: list[Tensor]  # kept alive: the tables only point to them
     launch: Run
     add_totals: Run
@@ -265,7 +266,7 @@ class Kernel:
         optimizer = case.ours(params, **case.keywords)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         variant = optimizer.rule.variant(group)
-        spec = StepSpec(variant, format_of(dtype, "a param"), format_of(grads[0].dtype, "a gradient"))
+        spec = Spec(passes_of(variant), format_of(dtype, "a param"), format_of(grads[0].dtype, "a gradient"))
         values, _ = optimizer.rule.evaluate(variant, group, STEP, carried_before(optimizer, group))
         scalars = torch.tensor([values] * len(params), dtype=torch.float32)
         flat = torch.cat([F.pad(param.detach(), (0, -param.numel() % BLOCK)) for param in params])
@@ -277,7 +278,7 @@ class Kernel:
         return Kernel(
             spec,
             grads,
-            partial(backend.step, spec, streams, gradients, scalars, Factors()),
+            partial(backend.run, spec, 0, streams, Tables(gradients, scalars)),
             partial(backend.add_totals, spec.grad, gradients, Factors(), new_totals(gradients.num_rows, device)),
             partial(backend.count_nonfinite, spec.grad, gradients, torch.zeros(1, dtype=torch.int64, device=device)),
         )

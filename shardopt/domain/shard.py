@@ -10,12 +10,13 @@ import torch
 from ..kernels import codecs
 from ..kernels.formats import BF16, BF16_RANDOM, FP32, BlockFormat
 from ..kernels.formats import format_of as dtype_format
-from ..kernels.spec import StepSpec
+from ..kernels.spec import Spec
 from ..kernels.tables import BLOCK
 from ..offload.store import Chunk, Plane
 from ..partition.layout import Piece
 from ..partition.memory import zeros
 from ..partition.unit import ParamShard
+from ..rules.passes import passes_of
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .shard_tables import ShardTables
@@ -190,11 +191,11 @@ class Shard:
         self.gathered = gatherer.add(self.bucket, own, window, unit)
         return self.gathered
 
-    def spec(self, variant: Variant, grad: Format) -> StepSpec:
-        """Returns the spec of the kernel that updates this shard with gradients of this format."""
+    def spec(self, variant: Variant, grad: Format) -> Spec:
+        """Returns the spec of the kernels that update this shard with gradients of this format."""
         states = tuple(self.formats.states[name] for name in variant.states)
         param = BF16_RANDOM if self.format is BF16 and self.formats.master is None else self.format
-        return StepSpec(variant, param, grad, self.formats.master, states)
+        return Spec(passes_of(variant), param, grad, self.formats.master, states)
 
     def strides(self, index: int) -> tuple[int, ...]:
         """The strides of the bucket's param ``index``."""

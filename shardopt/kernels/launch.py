@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .pass_spec import PassSpec
 from .reductions import new_totals
 from .versions import require
 
@@ -16,58 +15,32 @@ if TYPE_CHECKING:
 
     from .formats import Format
     from .products import MarginPiece
-    from .spec import StepSpec
-    from .tables import Factors, Gradients
+    from .spec import Spec
+    from .tables import Factors, Gradients, Tables
 
 
 class Backend(Protocol):
     """One way to execute kernels: ``native_backend.py`` or ``triton_backend.py``.
 
     Attributes:
-        joins_shards: True if one call of ``step`` takes the streams of several shards.
+        joins_shards: True if one call of ``run`` takes the streams of several shards.
     """
 
     joins_shards: bool
 
-    def prepare(self, spec: StepSpec, device: torch.device, aligned: bool) -> None:
-        """Compiles the kernel. Called before the ranks agree on a step, so that a failure changes nothing."""
+    def prepare(self, spec: Spec, device: torch.device, aligned: bool) -> None:
+        """Compiles the kernels of all passes.
 
-    def step(
-        self,
-        spec: StepSpec,
-        streams: Any,  # Streams; or JoinedStreams, if it joins shards
-        gradients: Gradients,
-        scalars: torch.Tensor,  # 2D [num_rows, len(spec.variant.scalars)] fp32
-        factors: Factors,
-        noise: torch.Tensor | None = None,  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
-    ) -> None:
-        """Updates the shard in place: ``rule(param, grad * unscale * clip, states)``. Tables are in host memory.
-
-        The divisor must be 1 here: gradients were divided before, or their divisor is :meth:`Factors.folded`. A
-        quotient an element would be 5 to 7 % of AdamW's step on a CPU.
+        It is called before the ranks agree on a step, so that a failure changes nothing.
         """
 
-    def prepare_pass(self, spec: PassSpec, device: torch.device, aligned: bool) -> None:
-        """Compiles the kernel of a pass, as ``prepare`` does that of a step."""
+    def run(self, spec: Spec, number: int, streams: Any, tables: Tables) -> None:
+        """Runs pass ``number`` over the shard, in place: ``rule(param, grad * unscale * clip, states)``.
 
-    def run_pass(
-        self,
-        spec: PassSpec,
-        streams: Any,
-        gradients: Gradients,
-        scalars: torch.Tensor,
-        factors: Factors,
-        noise: torch.Tensor | None,
-        totals: torch.Tensor | None,
-        products: torch.Tensor | None = None,
-    ) -> None:
-        """Runs one pass of a rule over the shard, as ``step`` does a whole one. No device is waited for.
+        No device is waited for.
 
         Args:
-            products: 2D [num_rows, products.COLUMNS] int64 in host memory, for a rule that reads a product; the
-                factors lie where the kernel runs.
-            totals: 3D [len(spec.variant.measured), num_rows, COLUMNS] int64, to which the block sums of each measured
-                value are added, row by row; where the kernel runs. None if the pass measures nothing.
+            streams: Streams; or JoinedStreams, if the backend joins shards.
         """
 
     def add_totals(self, grad: Format, gradients: Gradients, factors: Factors, totals: torch.Tensor) -> None:
@@ -108,30 +81,3 @@ def totals_of(grad: Format, gradients: Gradients, factors: Factors) -> torch.Ten
     found = new_totals(gradients.num_rows, gradients.row_of_block.device)
     backend_of(found.device).add_totals(grad, gradients, factors, found)
     return found
-
-
-def prepare(spec: StepSpec, device: torch.device, aligned: bool) -> None:
-    """Compiles the kernel of a step or of a pass for tensors on ``device``; see :meth:`Backend.prepare`."""
-    backend = backend_of(device)
-    if isinstance(spec, PassSpec):
-        backend.prepare_pass(spec, device, aligned)
-    else:
-        backend.prepare(spec, device, aligned)
-
-
-def run_kernel(
-    backend: Backend,
-    spec: StepSpec,
-    streams: Any,
-    gradients: Gradients,
-    scalars: torch.Tensor,
-    factors: Factors,
-    noise: torch.Tensor | None,
-    totals: torch.Tensor | None,
-    products: torch.Tensor | None = None,
-) -> None:
-    """Runs a step, or a pass; ``totals`` are None for a step and for a pass that measures nothing."""
-    if isinstance(spec, PassSpec):
-        backend.run_pass(spec, streams, gradients, scalars, factors, noise, totals, products)
-    else:
-        backend.step(spec, streams, gradients, scalars, factors, noise)

@@ -15,18 +15,16 @@ import torch
 
 from .formats import format_of
 from .native_margins import compile_margin_sums
-from .native_pass import SUMS, compile_pass
 from .native_reductions import compile_add_blocks, compile_block_sums, compile_count_nonfinite
-from .native_step import compile_step
+from .native_step import SUMS, compile_step
 from .pool import run_each, run_over_blocks
 from .reductions import BlockSums
 
 if TYPE_CHECKING:
     from .formats import Format
-    from .pass_spec import PassSpec
     from .products import MarginPiece
-    from .spec import StepSpec
-    from .tables import Factors, Gradients, Streams
+    from .spec import Spec
+    from .tables import Factors, Gradients, Streams, Tables
 
 joins_shards = False  # a call costs little, and a shard travels to the other ranks once it is updated
 # Blocks whose sums are made before they are added up: few enough to take little memory (20 bytes each and measured
@@ -34,65 +32,31 @@ joins_shards = False  # a call costs little, and a shard travels to the other ra
 _BLOCKS_SUMMED = 1 << 16
 
 
-def prepare(spec: StepSpec, device: torch.device, aligned: bool) -> None:
-    compile_step(spec)
+def prepare(spec: Spec, device: torch.device, aligned: bool) -> None:
+    for number in range(len(spec.passes)):
+        compile_step(spec, number)
 
 
-def step(
-    spec: StepSpec,
-    streams: Streams,
-    gradients: Gradients,
-    scalars: torch.Tensor,
-    factors: Factors,
-    noise: torch.Tensor | None = None,
-) -> None:
-    kernel = compile_step(spec)
-    arguments = _arguments(spec, streams, gradients, scalars, factors, noise)
-    run_over_blocks(lambda first, last: kernel(first, last, *arguments), gradients.num_blocks)
-
-
-def _arguments(
-    spec: StepSpec,
-    streams: Streams,
-    gradients: Gradients,
-    scalars: torch.Tensor,
-    factors: Factors,
-    noise: torch.Tensor | None,
-) -> list[Any]:
-    assert factors.divisor == 1 and (noise is not None or not spec.needs_noise)
-    tensors = [gradients.row_of_block, gradients.rows, scalars]
-    masters = [] if streams.master is None else [streams.master]
-    tables = [*(tensor.data_ptr() for tensor in tensors), 0 if noise is None else noise.data_ptr()]
-    scales = [each for each in streams.scales if each is not None]
-    pointers = [tensor.data_ptr() for tensor in (streams.param, *masters, *streams.states, *scales)]
-    return [*tables, np.float32(factors.unscale), np.float32(factors.clip), *pointers]
-
-
-def prepare_pass(spec: PassSpec, device: torch.device, aligned: bool) -> None:
-    compile_pass(spec)
-
-
-def run_pass(
-    spec: PassSpec,
-    streams: Streams,
-    gradients: Gradients,
-    scalars: torch.Tensor,
-    factors: Factors,
-    noise: torch.Tensor | None,
-    totals: torch.Tensor | None,
-    products: torch.Tensor | None = None,
-) -> None:
-    kernel = compile_pass(spec)
-    arguments = _arguments(spec, streams, gradients, scalars, factors, noise)
-    if spec.has_product:
-        assert products is not None
-        arguments.append(products.data_ptr())
+def run(spec: Spec, number: int, streams: Streams, tables: Tables) -> None:
+    gradients, scalars, factors, noise, products, totals = tables
+    assert factors.divisor == 1
+    assert (noise is not None or not spec.needs_noise) and (products is not None) == spec.has_product
+    kernel = compile_step(spec, number)
+    small = [gradients.row_of_block, gradients.rows, scalars]
+    there = [streams.param, streams.master, *streams.states, *streams.scales, products]
+    arguments = [
+        *(table.data_ptr() for table in small),
+        0 if noise is None else noise.data_ptr(),
+        np.float32(factors.unscale),
+        np.float32(factors.clip),
+        *(each.data_ptr() for each in there if each is not None),
+    ]
     if totals is None:
         run_over_blocks(lambda first, last: kernel(first, last, *arguments), gradients.num_blocks)
         return
     for first in range(0, gradients.num_blocks, _BLOCKS_SUMMED):
         count = min(first + _BLOCKS_SUMMED, gradients.num_blocks) - first
-        sums = [zero_sums(count) for _ in spec.variant.measured]
+        sums = [zero_sums(count) for _ in totals]
         columns = [getattr(each, name) for each in sums for name in SUMS]
         at = [column.data_ptr() - first * column.element_size() for column in columns]
         run_over_blocks(partial(_run_from, kernel, first, [*arguments, *at]), count)

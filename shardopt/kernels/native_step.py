@@ -14,7 +14,8 @@ For AdamW on bf16 params with fp32 masters, Numba compiles this text (shortened)
             for i in range(start, start + count):
                 grad = widen_bf16(load_bf16(grad_at, i, 0)) * unscale * clip
                 param = load_fp32(master_at, i, 2)
-                ... the rule ...
+                ... the rule; after a state's last assignment: kept_exp_avg = narrow_fp32(state_exp_avg) ...
+                store_fp32(exp_avg_at, i, kept_exp_avg, 3)
                 store_fp32(master_at, i, param, 2)
                 store_bf16(param_at, i, narrow_bf16(param), 1)
 
@@ -36,48 +37,73 @@ them back right after the rule's last assignment to each, and does all the stori
 
 LLVM drops from each loop whatever nothing in it depends on: for AdamW the first one decodes and averages, and the
 second one has the root, the divisions and the encoding, which different units of a core do at the same time.
+
+A rule that looks at whole params has several passes (``rules/passes.py``), a kernel each. A state that another pass
+reads is, from its last assignment on, what its format holds: narrowed and widened again at once. In 8 bits it is known
+once its block's scale is; states that follow from it, in 8 bits too, take a loop more over the block. What the rule
+takes a norm of is put on the stack, a block at a time, and summed up as ``reductions.py`` has it::
+
+            for i in range(start, start + count):
+                ... loads, the rule ...
+                kept_exp_avg = narrow_bf16(state_exp_avg)
+                state_exp_avg = widen_bf16(kept_exp_avg)
+                ... the rest of the rule ...
+                store_bf16(exp_avg_at, i, kept_exp_avg, 3)
+                bits_1 = both(to_bits(measured_1), i32(2147483647))
+                top_1 = larger(top_1, bits_1)
+                store_i32(at_1, i - start, bits_1, 30)
+            ... mantissa_1, exponent_1, largest_1, nonfinite_1 of the block ...
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .formats import GOLDEN, BlockFormat
+from .native_products import OF_BLOCK, loop_over_runs
+from .native_streams import State, param_lines, pointers_of, state_of
 from .tables import BLOCK
-from .translate import function_from_source, native_body
+from .translate import function_from_source, native_lines
 
 if TYPE_CHECKING:
-    from .formats import Format
-    from .spec import StepSpec
+    from .spec import Spec
 
-compiling = threading.Lock()
+# Of each measured value, for each block: see ``BlockSums``.
+SUMS = ("mantissa", "exponent", "largest", "nonfinite")
+_NOISE = ("key", "other_key", "first_element", "phase")
+_MEASURED = 30  # the stream of measured values on the stack; states have streams up to 28
+
+_compiling = threading.Lock()
 compilations = 0  # for the test that a changed hyper-parameter compiles nothing
-
-_PARAM, _MASTER, FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
 
 
 @functools.cache
-def compile_step(spec: StepSpec) -> Callable[..., None]:
-    """Compiles the kernel; several threads may call it, each on its own range of blocks, without the GIL."""
+def compile_step(spec: Spec, number: int) -> Callable[..., None]:
+    """Compiles pass ``number``; several threads may call the kernel, each on its own range of blocks, without the GIL.
+
+    Its arguments are ``first, last``, the addresses of the tables, unscale and clip, the addresses of the streams, of
+    the table of products if there is one, and of the block sums of each measured value.
+    """
     import numba
 
     from . import native_formats, native_words
 
-    function = function_from_source(step_source(spec), "native", kernel_words(native_words, native_formats))
     i64, f32 = numba.types.int64, numba.types.float32
-    signature = numba.types.void(*[i64] * 6, f32, f32, *[i64] * len(pointers_of(spec)))
-    with compiling:
+    names = {**_words(native_words, native_formats), "i64": i64}
+    function = function_from_source(step_source(spec, number), "native", names)
+    pointers = len(pointers_of(spec)) + spec.has_product + len(SUMS) * len(spec.passes[number].measured)
+    signature = numba.types.void(*[i64] * 6, f32, f32, *[i64] * pointers)
+    with _compiling:
         global compilations
         compilations += 1
         return numba.njit(signature, **native_words.COMPILE_OPTIONS)(function)  # type: ignore[no-any-return]
 
 
-def kernel_words(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
+def _words(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
     """Returns all that the text may call; a name that it does not use costs nothing."""
     names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min}
     for name, (load, widen, store, narrow) in words.FORMATS.items():
@@ -85,150 +111,138 @@ def kernel_words(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
     return names
 
 
-@dataclass
-class KernelText:
-    """The statements of a kernel, by place."""
-
-    once: list[str] = field(default_factory=list)
-    block: list[str] = field(default_factory=list)  # before a block's elements
-    load: list[str] = field(default_factory=list)  # for each element
-    store: list[str] = field(default_factory=list)
-    advance: list[str] = field(default_factory=list)  # to the next element's noise
-    keep: list[str] = field(default_factory=list)  # in the first of two loops: puts new values on the stack
-    scale: list[str] = field(default_factory=list)  # between the two loops
-    reread: dict[str, str] = field(default_factory=dict)  # variable of a state in 8 bits -> how it is read back
-
-
-def pointers_of(spec: StepSpec) -> list[str]:
-    states = [f"{name}_at" for name in spec.variant.states]
-    scales = [
-        f"{name}_scales_at"
-        for name, format in zip(spec.variant.states, spec.states, strict=True)
-        if isinstance(format, BlockFormat)
+def step_source(spec: Spec, number: int) -> str:
+    """Returns the text of the kernel of pass ``number``."""
+    part = spec.passes[number]
+    states = [state_of(spec, number, index) for index in range(len(spec.states))]
+    once = [line for each in states for line in each.once]
+    once += [f"at_{value} = scratch_i32({BLOCK})" for value in part.measured]
+    of_block = [
+        f"s_{name} = load_f32(scalars, row * {len(part.scalars)} + {index}, TABLE)"
+        for index, name in enumerate(part.scalars)
     ]
-    return ["param_at", *["master_at"][: spec.has_master], *states, *scales]
-
-
-def step_source(spec: StepSpec) -> str:
-    """Returns the kernel's text."""
-    variant, text = spec.variant, KernelText()
-    for index, name in enumerate(variant.scalars):
-        text.block.append(f"s_{name} = load_f32(scalars, row * {len(variant.scalars)} + {index}, TABLE)")
     if spec.needs_noise:
-        text.block += [f"{name} = load_i32(noise, row * 4 + {i}, TABLE)" for i, name in enumerate(NOISE)]
-    text.load.append(f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip")
-    add_param(text, spec)
-    for index, (name, format) in enumerate(zip(variant.states, spec.states, strict=True)):
-        stream = FIRST_STATE + index
-        if isinstance(format, BlockFormat):
-            _add_block_state(text, name, format, stream, stream + len(variant.states))
-        else:
-            text.load.append(f"state_{name} = {loaded(f'{name}_at', format, stream)}")
-            text.store.append(stored(text, f"{name}_at", f"state_{name}", format, stream))
+        of_block += [f"{name} = load_i32(noise, row * 4 + {index}, TABLE)" for index, name in enumerate(_NOISE)]
+    of_block += [line for each in states for line in each.block]
+    of_block += [f"top_{value} = i32(0)" for value in part.measured]
+    of_block += OF_BLOCK if spec.has_product else []
+    sums = [line for value in part.measured for line in _SUM.replace("_K", f"_{value}").splitlines()]
+    columns = [f"{column}_{value}" for value in part.measured for column in SUMS]
     arguments = ["first", "last", "row_of_block", "rows", "scalars", "noise", "unscale", "clip", *pointers_of(spec)]
-    return (
-        "\n".join(
-            [
-                f"def {variant.rule}({', '.join(arguments)}):",
-                *(f"    {line}" for line in text.once),
-                "    for block in range(first, last):",
-                "        row = load_i32(row_of_block, block, TABLE)",
-                f"        start = block * {BLOCK}",
-                f"        count = min(load_i64(rows, row * 2 + 1, TABLE) - start, {BLOCK})",
-                "        if count <= 0:",
-                "            continue",
-                "        grad_at = load_i64(rows, row * 2, TABLE)",
-                *(f"        {line}" for line in text.block),
-                *(f"        {line}" for line in _loops(text, native_body(variant))),
-            ]
-        )
-        + "\n"
-    )
+    lines = [
+        f"def {part.rule}({', '.join([*arguments, *['products'][: spec.has_product], *columns])}):",
+        *(f"    {line}" for line in once),
+        "    for block in range(first, last):",
+        "        row = load_i32(row_of_block, block, TABLE)",
+        f"        start = block * {BLOCK}",
+        f"        count = min(load_i64(rows, row * 2 + 1, TABLE) - start, {BLOCK})",
+        "        if count <= 0:",
+        "            continue",
+        "        grad_at = load_i64(rows, row * 2, TABLE)",
+        *(f"        {line}" for line in (*of_block, *_loops(spec, number, states), *sums)),
+    ]
+    return "\n".join(lines) + "\n"
 
 
-def _loops(text: KernelText, rule: list[str]) -> list[str]:
-    """Returns the loop over the elements of a block, or two loops if a state is in 8 bits."""
-    if not text.reread:
-        return loop_over([*text.load, *rule, *text.store, *text.advance])
-    again = list(rule)
-    for variable, value in text.reread.items():
-        last = max((at for at, line in enumerate(again) if line.startswith(f"{variable} = ")), default=-1)
-        again.insert(last + 1, f"{variable} = {value}")
-    first, second = [*text.load, *rule, *text.keep], [*text.load, *again, *text.store, *text.advance]
-    return [*loop_over(first), *text.scale, *loop_over(second)]
+def _loops(spec: Spec, number: int, states: Sequence[State]) -> list[str]:
+    """Returns the loops over the elements of a block: one, and a loop more for each depth of states in 8 bits."""
+    part = spec.passes[number]
+    rule = native_lines(part.source)
+    _find_depths(states, rule)
+    loads, stores = param_lines(spec)
+    loads.insert(0, f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip")
+    loads += [each.load for each in states]
+    last = 1 + max((each.depth for each in states), default=0)
+    lines: list[str] = []
+    for loop in range(1, last + 1):
+        found = [each for each in states if each.is_block and each.depth == loop]  # in this loop
+        body = [*loads, *_body(states, rule, loop), *(line for each in found for line in each.keep)]
+        if loop == last:
+            body += [each.store for each in states if each.is_written]
+            body += stores if part.writes_param else []
+            body += [line for value in part.measured for line in _measuring(value)]
+        body += [line for each in states for line in each.advance]
+        lines += [line for each in states for line in each.restart]
+        lines += loop_over_runs(part.products[0], body) if part.products else _loop_over(body)
+        lines += [line for each in found for line in each.scale]
+    return lines
 
 
-def loop_over(lines: list[str]) -> list[str]:
-    return ["for i in range(start, start + count):", *(f"    {line}" for line in lines)]
+def _loop_over(body: list[str]) -> list[str]:
+    return ["for i in range(start, start + count):", *(f"    {line}" for line in body)]
 
 
-NOISE = ("key", "other_key", "first_element", "phase")
-_HALF = "i32(-2147483648)"  # of 32 bits
+def _body(states: Sequence[State], rule: list[str], loop: int) -> list[str]:
+    """Returns the rule's statements in a loop, with what becomes of each state after its last assignment."""
+    body = list(rule)
+    for each in states:
+        if not (each.is_rounded or each.is_written) or (each.is_block and each.depth >= loop):
+            continue
+        lines = [*each.reread, f"kept_{each.name} = {each.narrow}"]
+        if each.is_rounded:
+            lines.append(f"{each.value} = {each.widen}")
+        at = _last_assignment(body, each.value)
+        body[at + 1 : at + 1] = lines
+    return body
 
 
-def loaded(at: str, format: Format, stream: int) -> str:
-    name = format.name if format.rounding == "nearest" else "bf16"
-    return f"widen_{name}(load_{name}({at}, i, {stream}))"
+def _last_assignment(lines: list[str], name: str) -> int:
+    return max(at for at, line in enumerate(lines) if line.startswith(f"{name} = "))
 
 
-def stored(text: KernelText, at: str, value: str, format: Format, stream: int) -> str:
-    if format.rounding != "nearest":
-        return f"store_bf16({at}, i, narrow_bf16_up({value}, {noise_bits(text, value, format, stream)}), {stream})"
-    return f"store_{format.name}({at}, i, narrow_{format.name}({value}), {stream})"
+def _find_depths(states: Sequence[State], rule: list[str]) -> None:
+    """Notes of each state in 8 bits after how many others, each stored before the next is known, it is known."""
+    depths: dict[str, int] = {}
+    ends = {_last_assignment(rule, each.value): each for each in states if each.is_block}
+    for at, line in enumerate(rule):
+        (statement,) = ast.parse(line).body
+        assert isinstance(statement, ast.Assign)
+        names = [node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name)]
+        depth = max((depths.get(name, 0) for name in names), default=0)
+        state = ends.get(at)
+        if state is not None:
+            state.depth = depth + 1
+            depth += state.is_rounded
+        depths[line.split(" = ")[0]] = depth
 
 
-def noise_bits(text: KernelText, value: str, format: Format, stream: int) -> str:
-    """Returns an expression of 32 bits that are added before lower bits are cut off."""
-    if format.rounding == "random":
-        return f"draw(add(i32(i), first_element), key, other_key, {stream})"
-    if format.rounding == "nearest":
-        return _HALF
-    # One addition leads from element to element; LLVM does not find that by itself.
-    text.block.append(f"{value}_dither = dither(add(i32(start), first_element), phase, {stream})")
-    text.advance.append(f"{value}_dither = add({value}_dither, i32({GOLDEN}))")
-    return f"{value}_dither"
+# -- block sums --------------------------------------------------------------------------------------------------------
 
 
-def add_param(text: KernelText, spec: StepSpec) -> None:
-    """Adds the loads and stores of the value that is updated: the param, its master, or both halves of a master."""
-    if not spec.has_master:
-        text.load.append(f"param = {loaded('param_at', spec.param, _PARAM)}")
-        text.store.append(stored(text, "param_at", "param", spec.param, _PARAM))
-        return
-    assert spec.master is not None
-    name = spec.master.name
-    if not spec.reads_param:
-        text.load.append(f"param = {loaded('master_at', spec.master, _MASTER)}")
-        text.store.append(stored(text, "master_at", "param", spec.master, _MASTER))
-        text.store.append(stored(text, "param_at", "param", spec.param, _PARAM))
-        return
-    kind = {"split": "i16", "split24": "i8"}[name]
-    text.load.append(f"param = join_{name}(load_u16(param_at, i, {_PARAM}), load_{kind}(master_at, i, {_MASTER}))")
-    text.store += [
-        f"master_bits = rounded_{name}(param)",
-        f"store_u16(param_at, i, upper_{name}(master_bits), {_PARAM})",
-        f"store_{kind}(master_at, i, rest_{name}(master_bits), {_MASTER})",
+def _measuring(value: int) -> list[str]:
+    return [
+        f"bits_{value} = both(to_bits(measured_{value}), i32(2147483647))",
+        f"top_{value} = larger(top_{value}, bits_{value})",
+        f"store_i32(at_{value}, i - start, bits_{value}, {_MEASURED})",
     ]
 
 
-def _add_block_state(text: KernelText, name: str, format: BlockFormat, stream: int, new_stream: int) -> None:
-    # Formats that have a sign differ by these numbers alone, and so do those without one.
-    word = "signed8" if format.has_sign else "unsigned8"
-    numbers = f"{format.shift}, {format.offset_bits}, {format.offset!r}"
-    text.once.append(f"{name}_new = scratch_i32({BLOCK})")
-    text.block += [f"{name}_scale = load_f32({name}_scales_at, block, TABLE)", f"{name}_largest = i32(0)"]
-    text.load.append(f"state_{name} = decode_{word}(load_u8({name}_at, i, {stream}), {name}_scale, {numbers})")
-    text.keep += [
-        f"store_f32({name}_new, i - start, state_{name}, {new_stream})",
-        f"{name}_largest = larger({name}_largest, magnitude_{word}(state_{name}))",
-    ]
-    text.reread[f"state_{name}"] = f"load_f32({name}_new, i - start, {new_stream})"
-    text.scale += [
-        f"{name}_new_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
-        f"store_f32({name}_scales_at, block, {name}_new_scale, TABLE)",
-        f"{name}_inverse = inverse_of({name}_new_scale)",
-        f"{name}_least = least_of({name}_largest)",
-    ]
-    noise = noise_bits(text, f"state_{name}", format, stream)
-    encoded = f"encode_{word}(state_{name}, {name}_inverse, {noise}, {name}_least, {numbers})"
-    text.store.append(f"store_u8({name}_at, i, {encoded}, {stream})")
+# The sums of one block of measured values; K is its number. Their magnitudes lie at at_K, and top_K is the largest. In
+# the kernel's text, as the words in it are inlined. What is rare has loops of its own: Inf or NaN, and blocks of such
+# small numbers that 2**(153 - grid) passes fp32's range and takes two factors.
+_SUM = """\
+bad = i32(0)
+if top_K >= i32(2139095040):
+    top_K = i32(0)
+    for i in range(count):
+        bits = load_i32(at_K, i, 30)
+        finite = i32(bits < i32(2139095040))
+        bad = add(bad, sub(i32(1), finite))
+        bits = mul(bits, finite)
+        top_K = larger(top_K, bits)
+        store_i32(at_K, i, bits, 30)
+grid = larger(shr(top_K, i32(23)), i32(1))
+raised = sub(i32(153), grid)
+first_factor = from_bits(shl(add(smaller(raised, i32(127)), i32(127)), i32(23)))
+if raised > i32(127):
+    second_factor = from_bits(shl(raised, i32(23)))
+    for i in range(count):
+        store_f32(at_K, i, load_f32(at_K, i, 30) * second_factor, 30)
+for i in range(count, 256):
+    store_i32(at_K, i, i32(0), 30)
+total = sum_of_squares(at_K, first_factor, 256, 30)
+store_i64(mantissa_K, block, total, TABLE)
+store_i32(exponent_K, block, grid, TABLE)
+store_i32(largest_K, block, top_K, TABLE)
+store_i32(nonfinite_K, block, bad, TABLE)
+"""

@@ -153,6 +153,28 @@ class Factors(NamedTuple):
         return Factors(1.0, self.unscale / self.divisor, self.clip)
 
 
+class Tables(NamedTuple):
+    """What a launch is told of each param, a row each; in host memory but for the gradients and the totals.
+
+    Attributes:
+        scalars: 2D [num_rows, len(spec.scalars)] fp32.
+        factors: of every gradient. The divisor is 1: gradients were divided before, or it is :meth:`Factors.folded`.
+            A quotient an element would be 5 to 7 % of AdamW's step on a CPU.
+        noise: 2D [num_rows, 4] int32, see :func:`noise_from`; None if everything is rounded to nearest.
+        products: 2D [num_rows, products.COLUMNS] int64, for a rule that reads a product; the factors lie where the
+            kernel runs.
+        totals: 3D [len(measured), num_rows, reductions.COLUMNS] int64, where the kernel runs, to which the block sums
+            of each measured value are added, row by row; None if the pass measures nothing.
+    """
+
+    gradients: Gradients
+    scalars: torch.Tensor
+    factors: Factors = Factors()
+    noise: torch.Tensor | None = None
+    products: torch.Tensor | None = None
+    totals: torch.Tensor | None = None
+
+
 def noise_from(noise: torch.Tensor, start: int) -> torch.Tensor:
     """Returns the table of noise for the elements of the shard from ``start`` on.
 

@@ -1,4 +1,4 @@
-"""Translates a rule's straight-line source to the text of a native loop body and of a Triton function.
+"""Translates the straight-line source of a rule's pass to the text of a native loop body and of a Triton function.
 
 Both are printed from one parsed tree, statement by statement, in the order in which the rule was written. Only the
 spelling differs: Triton's plain ``/`` and ``sqrt`` compile to approximations, so they become ``div_rn`` and
@@ -10,46 +10,17 @@ import hashlib
 import linecache
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 
-class Arithmetic(Protocol):
-    """A rule's variant, as the kernels see it: ``kernels/`` imports nothing of ``rules/``."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def rule(self) -> str: ...
-
-    @property
-    def states(self) -> tuple[str, ...]: ...
-
-    @property
-    def scalars(self) -> tuple[str, ...]: ...
-
-    @property
-    def source(self) -> str:
-        """Assignments on ``param``, ``grad``, ``state_<name>``, ``s_<name>`` and locals, one a line."""
+def native_lines(source: str) -> list[str]:
+    """Returns the source of a pass as statements on fp32 scalars, for the inside of the native kernel's loop."""
+    return _spell(source, _Native())
 
 
-def native_body(variant: Arithmetic) -> list[str]:
-    """Returns the rule as statements on fp32 scalars, for the inside of the native kernel's loop."""
-    return _spell(variant.source, _Native())
-
-
-def triton_lines(variant: Arithmetic) -> list[str]:
-    """Returns the rule as statements on tiles."""
-    return _spell(variant.source, _Triton())
-
-
-def triton_function(variant: Arithmetic) -> str:
-    """Returns the rule as the text of a function ``(param, grad, states, scalars) -> (param, states)`` on tiles."""
-    lines = [f"def {variant.rule}(param, grad, states, scalars):"]
-    lines += [f"    state_{name} = states[{index}]" for index, name in enumerate(variant.states)]
-    lines += [f"    s_{name} = scalars[{index}]" for index, name in enumerate(variant.scalars)]
-    lines += [f"    {line}" for line in triton_lines(variant)]
-    lines += [f"    return param, ({''.join(f'state_{name}, ' for name in variant.states)})"]
-    return "\n".join(lines) + "\n"
+def triton_lines(source: str) -> list[str]:
+    """Returns the source of a pass as statements on tiles."""
+    return _spell(source, _Triton())
 
 
 def function_from_source(text: str, kind: str, names: Mapping[str, Any]) -> Callable[..., Any]:

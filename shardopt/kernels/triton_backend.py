@@ -1,9 +1,8 @@
 """The backend for GPUs: kernels that Triton compiles; one launch, on the current stream, for shards kept alike."""
 
 from .triton_margins import add_margin_sums, prepare_margin_sums
-from .triton_pass import prepare_pass, run_pass
 from .triton_reductions import add_totals, count_nonfinite
-from .triton_step import prepare, step
+from .triton_step import prepare, run
 
 joins_shards = True
 
@@ -14,7 +13,5 @@ __all__ = [
     "joins_shards",
     "prepare",
     "prepare_margin_sums",
-    "prepare_pass",
-    "run_pass",
-    "step",
+    "run",
 ]

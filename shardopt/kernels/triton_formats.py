@@ -1,13 +1,12 @@
 """Triton spellings of the formats that take more than a cast; ``formats.py`` defines them.
 
-Blocks are rows: tiles are 2D [BLOCKS, 256], scales 1D [BLOCKS].
+A tile is a block, 2D [1, 256]; its scale is a number.
 """
 
 import triton
 import triton.language as tl
 
 from .formats import BELOW_TOP, GOLDEN, INFINITY_BITS, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
-from .triton_words import column, largest_of
 
 _NAN = tl.constexpr(NAN_BITS)
 _INFINITY = tl.constexpr(INFINITY_BITS)
@@ -79,8 +78,8 @@ def draw(first, places, key, other_key, STREAM: tl.constexpr):
     """
     # Any odd factor will do: it gives the streams of one element (param and states) other bits each.
     x = first ^ (key + STREAM * 58169239)
-    x = (column(x ^ shr(x, 16)) ^ places) * 2146121005
-    x = x + column(other_key)
+    x = ((x ^ shr(x, 16)) ^ places) * 2146121005
+    x = x + other_key
     x = (x ^ shr(x, 15)) * -2073254261
     return x ^ shr(x, 16)
 
@@ -88,7 +87,7 @@ def draw(first, places, key, other_key, STREAM: tl.constexpr):
 @triton.jit
 def dither(first, places, phase, STREAM: tl.constexpr):
     """Returns 32 bits that are spread evenly over elements and steps."""
-    return column(first * _GOLDEN + (phase + STREAM * 58169239)) + places * _GOLDEN
+    return (first * _GOLDEN + (phase + STREAM * 58169239)) + places * _GOLDEN
 
 
 @triton.jit
@@ -101,17 +100,14 @@ def narrow_up(x, bits):
 
 
 @triton.jit
-def load_codes(pointers, mask, other: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the codes of blocks [BLOCKS, BLOCK], each in the upper byte of an int32; other codes lie below it."""
-    words = tl.load(
-        column(pointers.to(tl.pointer_type(tl.int32))) + tl.arange(0, BLOCK // 4)[None, :], mask=mask, other=other
-    )
-    codes = tl.join(tl.join(words << 24, words << 8), tl.join(words << 16, words))
-    return tl.reshape(codes, (words.shape[0], BLOCK))
+def load_codes(pointer, BLOCK: tl.constexpr):
+    """Returns the codes of a block [1, BLOCK], each in the upper byte of an int32; other codes lie below it."""
+    words = tl.load(pointer.to(tl.pointer_type(tl.int32)) + tl.arange(0, BLOCK // 4)[None, :])
+    return tl.reshape(tl.join(tl.join(words << 24, words << 8), tl.join(words << 16, words)), (1, BLOCK))
 
 
 @triton.jit
-def decode(codes, scales, unknown_zero, NUMBERS: tl.constexpr):
+def decode(codes, scale, unknown_zero, NUMBERS: tl.constexpr):
     HAS_SIGN: tl.constexpr = NUMBERS[0]
     SHIFT: tl.constexpr = NUMBERS[1]
     OFFSET_BITS: tl.constexpr = NUMBERS[2]
@@ -120,7 +116,7 @@ def decode(codes, scales, unknown_zero, NUMBERS: tl.constexpr):
     # A sum that the compiler cannot know stays in a register: one instruction takes no two constants.
     offset_bits = OFFSET_BITS + unknown_zero
     fraction = from_bits((codes >> (24 - SHIFT)) & (TOP << SHIFT) | offset_bits) - OFFSET
-    value = fraction * column(scales)
+    value = fraction * scale
     if HAS_SIGN:
         return from_bits(bits_of(value) | (codes & -(2**31)))
     else:
@@ -128,11 +124,10 @@ def decode(codes, scales, unknown_zero, NUMBERS: tl.constexpr):
 
 
 @triton.jit
-def encode(x, start, ends, is_whole, noise, NUMBERS: tl.constexpr, ROUNDING: tl.constexpr):
-    """Returns codes and the scales of their blocks. Noise is 32 bits an element, where it is dithered.
+def encode(x, start, end_ptr, is_whole, noise, NUMBERS: tl.constexpr, ROUNDING: tl.constexpr):
+    """Returns the codes of a block and its scale. Noise is 32 bits an element, where it is dithered.
 
-    Elements behind the ends of their params do not count. Only in a program that has none of them the masks cost
-    nothing.
+    Elements behind the end of the param do not count. Only in a program that has none of them the masks cost nothing.
     """
     HAS_SIGN: tl.constexpr = NUMBERS[0]
     SHIFT: tl.constexpr = NUMBERS[1]
@@ -150,19 +145,19 @@ def encode(x, start, ends, is_whole, noise, NUMBERS: tl.constexpr, ROUNDING: tl.
         if HAS_SIGN:  # an operation on floats leaves out the signs of both operands at no cost
             one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
             larger = tl.maximum(tl.abs(one), tl.abs(other), propagate_nan=tl.PropagateNan.ALL)
-            top = largest_of(bits_of(larger).to(tl.uint32, bitcast=True))
+            top = tl.max(bits_of(larger).to(tl.uint32, bitcast=True))
         else:
-            top = largest_of(magnitude)
+            top = tl.max(magnitude)
     else:
-        left = column(tl.load(ends, cache_modifier=".cg") - start)
-        top = largest_of(tl.where(tl.arange(0, x.shape[1])[None, :] < left, magnitude, 0))
+        left = tl.load(end_ptr, cache_modifier=".cg") - start
+        top = tl.max(tl.where(tl.arange(0, x.shape[1])[None, :] < left, magnitude, 0))
     largest = from_bits(tl.minimum(top, _NAN))
     rounded = from_bits((bits_of(largest * TO_SCALE) + _HALF_SCALE) & _KEPT_OF_SCALE)
     rounded = tl.where(rounded < LARGEST_SCALE, rounded, LARGEST_SCALE)
     rounded = tl.where(rounded < _SMALLEST_SCALE, _SMALLEST_SCALE, rounded)
-    scales = tl.where(largest == 0.0, 0.0, tl.where(largest <= _LARGEST_FP32, rounded, largest))
-    inverses = tl.div_rn(1.0, tl.where(scales < _SMALLEST_SCALE, _SMALLEST_SCALE, scales))
-    bits = bits_of(from_bits(magnitude) * column(inverses) + OFFSET)
+    scale = tl.where(largest == 0.0, 0.0, tl.where(largest <= _LARGEST_FP32, rounded, largest))
+    inverse = tl.div_rn(1.0, tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale))
+    bits = bits_of(from_bits(magnitude) * inverse + OFFSET)
     if ROUNDING == "dithered":
         up = tl.maximum(shr(noise, 32 - SHIFT), bits - (OFFSET_BITS + (TOP << SHIFT) - 2 * _BELOW_TOP))
     else:  # the largest has the top code by itself
@@ -175,4 +170,4 @@ def encode(x, start, ends, is_whole, noise, NUMBERS: tl.constexpr, ROUNDING: tl.
     else:
         bits = tl.where(magnitude > 0, tl.maximum(bits, OFFSET_BITS + (1 << SHIFT)), bits)
         codes = shr(bits - OFFSET_BITS, SHIFT)
-    return codes.to(tl.uint8), scales
+    return codes.to(tl.uint8), scale

@@ -23,7 +23,7 @@ import triton.language as tl
 from .formats import format_of
 from .products import BAND, MAX_DIMS, SPAN, Geometry, MarginPiece, geometry_of
 from .tables import Factors, sent_together
-from .triton_step import GRAD_TYPES, on
+from .triton_streams import GRAD_TYPES, on
 from .triton_words import widen
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
 from .tables import BLOCK, Factors, Gradients, sent
-from .triton_step import GRAD_TYPES, on
+from .triton_streams import GRAD_TYPES, on
 from .triton_words import widen
 
 if TYPE_CHECKING:

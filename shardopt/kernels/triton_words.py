@@ -3,37 +3,6 @@
 import triton
 import triton.language as tl
 
-# -- what there is one of for each block -------------------------------------------------------------------------------
-#
-# A vector [BLOCKS]; or a number in a program of one block, which is loaded once and needs no lanes.
-
-
-@triton.jit
-def column(x):
-    """Spreads what there is one of for each block over [BLOCKS, 1]."""
-    if x.type.is_block():
-        return x[:, None]
-    else:
-        return x
-
-
-@triton.jit
-def none_of(x):
-    if x.type.is_block():
-        return tl.sum(x.to(tl.int32)) == 0
-    else:
-        return x == 0
-
-
-@triton.jit
-def largest_of(x):
-    """Returns the largest element of each block, of [BLOCKS, BLOCK]."""
-    if x.shape[0] == 1:
-        return tl.max(x)
-    else:
-        return tl.max(x, axis=1)
-
-
 # -- the vocabulary of rules -------------------------------------------------------------------------------------------
 
 
@@ -58,13 +27,10 @@ def clamp(x, low, high):
 
 
 @triton.jit
-def load_bf16(pointers, mask, other: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns blocks of bf16 in fp32 [BLOCKS, BLOCK]: two lie in a word, whose upper half is an fp32 number already."""
-    words = tl.load(
-        column(pointers.to(tl.pointer_type(tl.int32))) + tl.arange(0, BLOCK // 2)[None, :], mask=mask, other=other
-    )
-    bits = tl.reshape(tl.join(words << 16, words & -65536), (words.shape[0], BLOCK))
-    return bits.to(tl.float32, bitcast=True)
+def load_bf16(pointer, BLOCK: tl.constexpr):
+    """Returns a block of bf16 in fp32 [1, BLOCK]: two lie in a word, whose upper half is an fp32 number already."""
+    words = tl.load(pointer.to(tl.pointer_type(tl.int32)) + tl.arange(0, BLOCK // 2)[None, :])
+    return tl.reshape(tl.join(words << 16, words & -65536), (1, BLOCK)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

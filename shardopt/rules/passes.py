@@ -11,8 +11,8 @@ result is known once every rank has read its own elements and all have added up.
 
 Nothing is kept between passes but what is stored: a pass computes again what it needs of the passes before it. A state
 is stored by the first pass that can compute it and that no later pass follows which needs what the state was before.
-The param is stored by the last pass. Reductions of the same pass share an all-reduce, so that a rule has as many cuts
-as its longest chain of reductions.
+The param is stored by the last pass; a rule without reductions has no other. Reductions of the same pass share an
+all-reduce, so that a rule has as many cuts as its longest chain of reductions.
 
 Where a later pass reads a stored state, every pass computes with what its format holds of the new value, not with the
 value that was rounded: all passes then mean the same number.
@@ -21,7 +21,7 @@ value that was rounded: all passes then mean the same number.
 import ast
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .rule import Variant
@@ -37,10 +37,10 @@ class Pass:
         states: those of the variant, so that rounding is the same in each pass.
         scalars: those of the variant, then ``"0"``, ``"1"``... for the results of its reductions.
         source: assignments, as those of a :class:`Variant`, and on ``measured_<k>``: the argument of reduction ``k``.
-        assigned: the states that the pass computes new values of.
-        rounded: those of them whose stored value another pass reads.
-        written: those of them that the pass stores.
+        written: the states that the pass stores.
+        rounded: the states that it computes new values of, and whose stored value another pass reads.
         measured: the numbers of the reductions whose argument the pass computes.
+        words: what each of these reductions is.
         writes_param: True for the last pass.
         products: those of the variant.
     """
@@ -48,13 +48,18 @@ class Pass:
     rule: str
     states: tuple[str, ...]
     scalars: tuple[str, ...]
-    source: str
-    assigned: tuple[str, ...]
-    rounded: tuple[str, ...]
+    source: str = field(repr=False)
     written: tuple[str, ...]
+    rounded: tuple[str, ...]
     measured: tuple[int, ...]
+    words: tuple[str, ...]
     writes_param: bool
-    products: tuple[str, ...] = ()
+    products: tuple[str, ...]
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The columns of the table of scalars that the results of ``measured`` go into."""
+        return tuple(self.scalars.index(str(number)) for number in self.measured)
 
 
 class _Line(NamedTuple):
@@ -149,16 +154,16 @@ class _Cut:
             line = self.lines[at]
             source.append(f"{line.target if line.reduction is None else f'measured_{line.reduction}'} = {line.text}")
         assigned = [name for name in self._assigned_states() if self.last[name] in lines]
-        written = [name for name in assigned if self.stored_by[name] == number]
+        measured = [each for at in self._measured(number) if (each := self.lines[at].reduction) is not None]
         return Pass(
             rule=f"{variant.rule}_{number}",
             states=variant.states,
             scalars=(*variant.scalars, *map(str, range(len(variant.reductions)))),
             source="\n".join(source),
-            assigned=_plain(assigned),
+            written=_plain(name for name in assigned if self.stored_by[name] == number),
             rounded=_plain(name for name in assigned if name in shared),
-            written=_plain(written),
-            measured=tuple(each for at in self._measured(number) if (each := self.lines[at].reduction) is not None),
+            measured=tuple(measured),
+            words=tuple(variant.reductions[each] for each in measured),
             writes_param=number == self.count - 1,
             products=variant.products,
         )

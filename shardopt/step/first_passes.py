@@ -31,12 +31,9 @@ import numpy as np
 import torch
 
 from ..errors import CommunicationError
-from ..kernels.pass_spec import PassSpec
 from ..kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, squares_of_limbs
 from ..module.gradient_report import ReportLayout
 from ..rules.passes import passes_of
-from ..rules.rule import Variant
-from .pass_specs import pass_specs
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
     from .launches import Launch, StepPlan
 
     Array = np.ndarray[Any, Any]
-    Ran = tuple[Launch, Launch]  # a launch of the step, and that of one of its first passes
     Launches = Mapping[Shard, Sequence[Launch]]
 
 _ADDING_UP = "adding up what a rule takes norms of"
@@ -76,39 +72,17 @@ class FirstPasses:
             if self.cuts and each.entry.param in plan.domain.cut_over
         }
         self._numbers = {entry: number for number, entry in enumerate(self._entries)} if self.cuts else {}
-        # Of each launch its scalars, with columns for results.
-        self._tables = {id(each): _with_results(each) for each in self._all()} if self.cuts else {}
 
-    def _all(self) -> list[Launch]:
-        return [launch for its in self._launches.values() for launch in its]
-
-    def last(self) -> Launches:
-        """Returns the launches of the last pass; those of the step itself for a rule without norms."""
-        if not self.cuts:
-            return self._launches
+    def launches(self, number: int) -> dict[Shard, list[Launch]]:
+        """Returns the launches of this pass: of each launch of the step that has it before its own, the last one."""
         return {
-            shard: [replace(each, spec=pass_specs(each.spec)[-1], scalars=self._tables[id(each)]) for each in its]
+            shard: [_of_pass(each, number) for each in its if number < each.number]
             for shard, its in self._launches.items()
         }
 
-    def launches(self, number: int) -> dict[Shard, list[Ran]]:
-        """Returns each launch of the step that has this pass before its last one, and the launch of the pass."""
-        found: dict[Shard, list[Ran]] = {}
-        for shard, its in self._launches.items():
-            earlier = [each for each in its if number < len(pass_specs(each.spec)) - 1]
-            found[shard] = [(each, self._of_pass(each, number)) for each in earlier]
-        return found
-
-    def _of_pass(self, launch: Launch, number: int) -> Launch:
-        spec = pass_specs(launch.spec)[number]
-        assert isinstance(spec, PassSpec)
-        shape = (len(spec.variant.measured), launch.shard.tables.num_rows, COLUMNS)
-        totals = torch.zeros(shape, dtype=torch.int64, device=launch.shard.home.device)
-        return replace(launch, spec=spec, scalars=self._tables[id(launch)], totals=totals if shape[0] else None)
-
     # -- what all ranks know -------------------------------------------------------------------------------------------
 
-    def join(self, number: int, ran: Sequence[Ran], problem: Exception | None) -> None:
+    def join(self, number: int, ran: Sequence[Launch], problem: Exception | None) -> None:
         """Collective: adds up what a pass measured on all ranks, and fills the results into the scalars.
 
         Args:
@@ -186,10 +160,10 @@ class FirstPasses:
             known = _LAYOUTS[self.domain] = params, ReportLayout(params, mesh.shard.rank, mesh.world.size)
         return known[1]
 
-    def _sums(self, ran: Sequence[Ran], slots: int) -> Array:
+    def _sums(self, ran: Sequence[Launch], slots: int) -> Array:
         """Returns the totals of this rank's elements: 3D [slots, params, COLUMNS] int64."""
         sums = np.zeros((slots, len(self._entries), COLUMNS), np.int64)
-        measuring = [(launch, of_pass.totals) for launch, of_pass in ran if of_pass.totals is not None]
+        measuring = [(launch, launch.totals) for launch in ran if launch.totals is not None]
         found = self._on_host([totals for _, totals in measuring])
         for (launch, _), totals in zip(measuring, found, strict=True):
             rows, numbers = self._rows(launch)
@@ -209,23 +183,22 @@ class FirstPasses:
         """Returns the rows of a launch that are updated, and the numbers of their params."""
         return list(launch.updates), [self._numbers[each.entry] for each in launch.updates.values()]
 
-    def _fill(self, ran: Sequence[Ran], totals: Array) -> None:
+    def _fill(self, ran: Sequence[Launch], totals: Array) -> None:
         numels = [math.prod(entry.shape) for entry in self._entries]
         results = [results_of(of_slot, numels) for of_slot in totals]
-        for launch, of_pass in ran:
-            assert isinstance(of_pass.spec, PassSpec) and isinstance(launch.spec.variant, Variant)
-            words, first = launch.spec.variant.reductions, len(launch.spec.variant.scalars)
+        for launch in ran:
             rows, numbers = self._rows(launch)
-            table = self._tables[id(launch)].numpy()
+            table, part = launch.scalars.numpy(), launch.part
             with np.errstate(over="ignore"):  # a norm beyond fp32 is infinite there
-                for slot, reduction in enumerate(of_pass.spec.variant.measured):
-                    table[rows, first + reduction] = results[slot][words[reduction]][numbers].astype(np.float32)
+                for result, word, column in zip(results, part.words, part.results, strict=False):
+                    table[rows, column] = result[word][numbers].astype(np.float32)
 
 
-def _with_results(launch: Launch) -> torch.Tensor:
-    """Returns the scalars of a launch with a column of zeros for the result of each reduction."""
-    reductions = len(launch.spec.variant.reductions) if isinstance(launch.spec.variant, Variant) else 0
-    return torch.nn.functional.pad(launch.scalars, (0, reductions))
+def _of_pass(launch: Launch, number: int) -> Launch:
+    """Returns the launch of another pass; the results of what it measures go into the same table of scalars."""
+    shape = (len(launch.spec.passes[number].measured), launch.shard.tables.num_rows, COLUMNS)
+    totals = torch.zeros(shape, dtype=torch.int64, device=launch.shard.home.device)
+    return replace(launch, number=number, totals=totals if shape[0] else None)
 
 
 def results_of(totals: Array, numels: Sequence[int] | Array) -> dict[str, Array]:

@@ -28,21 +28,20 @@ import torch
 from ..domain.param import ParamRecord
 from ..domain.shard_tables import joined_table
 from ..kernels.formats import ROOT2, format_of
-from ..kernels.launch import backend_of, prepare
+from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS as PRODUCT_COLUMNS
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, noise_from
 from ..rules.matrix import MatrixVariant
 from ..rules.rule import FP32_EPS
 from .matrix_passes import accumulate_spec, plan_apply, shape_for
-from .pass_specs import pass_specs
 from .variants import Variants, eps_of, param_geometry
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.shard import Shard
     from ..kernels.products import Products
-    from ..kernels.spec import StepSpec
+    from ..kernels.spec import Pass, Spec
     from ..rules import Variant
     from ..tensors.gradient_slice import GradientSlice
     from .matrix_passes import Apply
@@ -79,16 +78,17 @@ Scalars = dict[ParamRecord, tuple[tuple[float, ...], dict[str, float]]]
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch over one shard.
+    """One kernel launch over one shard: one pass of a rule.
 
     Its params share one variant of the rule. Their gradients share dtype, divisor and device: they stay where backward
     left them. The tables are in host memory until the launch.
     """
 
     shard: Shard
-    spec: StepSpec
+    spec: Spec
+    number: int  # of the pass: the last one, but for those that FirstPasses makes
     gradients: Gradients
-    scalars: torch.Tensor  # 2D [num_rows, len(spec.variant.scalars)] fp32
+    scalars: torch.Tensor  # 2D [num_rows, len(spec.scalars)] fp32; FirstPasses fills in results of reductions
     updates: Mapping[int, ParamUpdate]  # row -> param
     divisor: int  # of every gradient: how many were added up
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
@@ -97,6 +97,11 @@ class Launch:
     products: Products | None = None  # of a factored rule
     # Of a pass that measures: 3D [measured values, num_rows, COLUMNS] int64, where the kernel runs.
     totals: torch.Tensor | None = None
+
+    @property
+    def part(self) -> Pass:
+        """The pass that it runs."""
+        return self.spec.passes[self.number]
 
 
 class GradientStats(NamedTuple):
@@ -180,7 +185,6 @@ def launches_of(
     kinds = list(first_with)
     for (kind, dtype, divisor, is_on_host), members in rows.items():
         whole, format = kinds[kind], format_of(dtype, "a gradient")
-        variant = whole.accumulate if isinstance(whole, MatrixVariant) else whole
         spec = accumulate_spec(shard, whole, format) if isinstance(whole, MatrixVariant) else shard.spec(whole, format)
         is_whole = not is_on_host and len(members) == len(shard.pieces)
         if is_whole and all(each.gradient_slice is not None for each in members.values()):
@@ -189,27 +193,28 @@ def launches_of(
             grads = {row: (each.grad, each.start) for row, each in members.items()}
             gradients = shard.tables.gradients(grads, is_on_host)
         device = shard.home.device
-        for each_pass in pass_specs(spec):
-            prepare(each_pass, device, gradients.aligned)
+        backend_of(device).prepare(spec, device, gradients.aligned)
         if whole.margins:
             for grad_device in {each.grad.device for each in members.values()}:
                 backend_of(grad_device).prepare_margin_sums(format, grad_device)
             for each in members.values():
                 param_geometry(each.entry)
-        table = np.zeros((shard.tables.num_rows, len(variant.scalars)), dtype=np.float32)
+        table = np.zeros((shard.tables.num_rows, len(spec.scalars)), dtype=np.float32)
         # Few are evaluated, by scalars_of(): the rows of each are filled together.
         alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}
         for row, each in members.items():
             values = scalars[each.entry][0]
             alike.setdefault(id(values), (values, []))[1].append(row)
         for values, of_rows in alike.values():
-            table[of_rows] = values[: len(variant.scalars)]
+            own = values[: len(spec.scalars)]  # of a matrix rule, the first pass's; results of reductions are not known
+            table[of_rows, : len(own)] = own
         noise = _noise(seed, shard, members) if spec.needs_noise else None
         apply = None
         if isinstance(whole, MatrixVariant):
             noise_of = partial(_noise, seed, shard, members)
             apply = plan_apply(shard, whole, alike.values(), noise_of)
-        yield Launch(shard, spec, gradients, torch.from_numpy(table), members, divisor, noise, is_on_host, apply)
+        last, scaling = len(spec.passes) - 1, torch.from_numpy(table)
+        yield Launch(shard, spec, last, gradients, scaling, members, divisor, noise, is_on_host, apply)
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:
@@ -224,15 +229,19 @@ def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch
 
 
 class JoinedLaunch(NamedTuple):
-    """Launches that share spec and divisor, of one shard or of all that are kept alike."""
+    """Launches that share spec, pass and divisor, of one shard or of all that are kept alike."""
 
     shards: Sequence[Shard]
     launches: Sequence[Launch | None]  # of each shard; None: nothing of it is updated
     gradients: Gradients  # of all, with rows in host memory
 
     @property
-    def spec(self) -> StepSpec:
+    def spec(self) -> Spec:
         return self._first.spec
+
+    @property
+    def number(self) -> int:
+        return self._first.number
 
     @property
     def divisor(self) -> int:
@@ -244,8 +253,8 @@ class JoinedLaunch(NamedTuple):
 
     @property
     def scalars(self) -> torch.Tensor:
-        """2D [num_rows, len(spec.variant.scalars)] fp32, in host memory."""
-        width = len(self.spec.variant.scalars)
+        """2D [num_rows, len(spec.scalars)] fp32, in host memory."""
+        width = len(self.spec.scalars)
         return self._stacked([None if each is None else each.scalars for each in self.launches], width, np.float32)
 
     @property
@@ -312,14 +321,14 @@ def joined(shards: Sequence[Shard], launches: Sequence[Launch]) -> Iterator[Join
     Args:
         shards: all of the domain.
     """
-    alike: dict[tuple[StepSpec, int], dict[Shard, Launch]] = {}
+    alike: dict[tuple[Spec, int, int], dict[Shard, Launch]] = {}
     for each in launches:
         device = each.gradients.row_of_block.device
         if device == each.shard.device and backend_of(device).joins_shards:
-            alike.setdefault((each.spec, each.divisor), {})[each.shard] = each
+            alike.setdefault((each.spec, each.number, each.divisor), {})[each.shard] = each
         else:
             yield JoinedLaunch([each.shard], [each], each.gradients)
-    for (spec, _), found in alike.items():
+    for (spec, _, _), found in alike.items():
         like = next(iter(found))
         kept = [each for each in shards if (each.device, each.format) == (like.device, like.format)]
         kept = [each for each in kept if each in found or each.formats == like.formats]

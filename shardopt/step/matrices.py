@@ -253,6 +253,7 @@ class MatrixUpdate:
         return replace(
             launch,
             spec=spec,
+            number=0,
             scalars=scalars,
             noise=noise,
             gradients=gradients,

@@ -18,8 +18,9 @@ import torch
 
 from ..kernels.formats import BF16
 from ..kernels.launch import backend_of
-from ..kernels.spec import StepSpec
+from ..kernels.spec import Spec
 from ..rules.matrix import MatrixVariant, matrices_of
+from ..rules.passes import passes_of
 
 if TYPE_CHECKING:
     from ..domain.shard import Shard
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 class Apply(NamedTuple):
     """The second pass of a launch, but for where its updates lie."""
 
-    spec: StepSpec
-    scalars: torch.Tensor  # 2D [num_rows, len(spec.variant.scalars)] fp32
+    spec: Spec
+    scalars: torch.Tensor  # 2D [num_rows, len(spec.scalars)] fp32
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
 
 
@@ -42,10 +43,10 @@ def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[Sequence[
     return lambda shape: matrices_of(shape, group.get("matrices"))[1]
 
 
-def accumulate_spec(shard: Shard, variant: MatrixVariant, grad: Format) -> StepSpec:
+def accumulate_spec(shard: Shard, variant: MatrixVariant, grad: Format) -> Spec:
     """Returns the spec of the kernel that writes updates in bf16, of gradients of this format."""
     states = tuple(shard.formats.states[name] for name in variant.accumulate.states)
-    return StepSpec(variant.accumulate, BF16, grad, None, states)
+    return Spec(passes_of(variant.accumulate), BF16, grad, None, states)
 
 
 def plan_apply(

@@ -22,9 +22,9 @@ from ..domain.agreement import StepDigest, agree
 from ..domain.domains import agree_on_whole
 from ..domain.shard import Shard, scales_name
 from ..errors import CommunicationError
-from ..kernels.launch import backend_of, run_kernel
+from ..kernels.launch import backend_of
 from ..kernels.pool import beside_a_gpu
-from ..kernels.tables import BLOCK, Factors, Gradients, Streams, blocks_of, noise_from
+from ..kernels.tables import BLOCK, Factors, Gradients, Streams, Tables, blocks_of, noise_from
 from ..profiler import label
 from ..rules.factored import FactoredRule
 from .first_passes import FirstPasses
@@ -34,7 +34,7 @@ from .matrices import split_matrices
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
-    from ..kernels.spec import StepSpec
+    from ..kernels.spec import Spec
     from ..offload.store import Chunk, Fetched
     from ..partition.comm.async_gather import AsyncGather
     from ..partition.comm.group import Ranks
@@ -92,7 +92,7 @@ def chunks_of(shard: Shard, states: Iterable[str], launches: Sequence[Launch]) -
     """
     shard.ensure_states(states)
     launches = [_divided(launch) for launch in launches]
-    names = dict.fromkeys(name for launch in launches for name in launch.spec.variant.states)
+    names = dict.fromkeys(name for launch in launches for name in launch.spec.names)
     rows = [row for launch in launches for row in launch.updates]
     return [_chunk_update(shard, chunk, launches) for chunk in shard.chunks(names, [shard.pieces[row] for row in rows])]
 
@@ -103,7 +103,7 @@ def _chunk_update(shard: Shard, chunk: Chunk, launches: list[Launch]) -> ChunkUp
         None if launch.is_on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop) for launch in launches
     ]
     moved = tuple(run.values for each in runs if each is not None for run in each)
-    writes_params = any(launch.spec.writes_param for launch in launches)
+    writes_params = any(launch.part.writes_param for launch in launches)
     written = _written(shard, chunk, launches) if updates_on_host and writes_params else ()
     chunk = replace(chunk, gradients=moved, written=written, unwritten=_unwritten(chunk, launches))
     return ChunkUpdate(chunk, launches, runs)
@@ -111,9 +111,9 @@ def _chunk_update(shard: Shard, chunk: Chunk, launches: list[Launch]) -> ChunkUp
 
 def _unwritten(chunk: Chunk, launches: Sequence[Launch]) -> frozenset[str]:
     """Returns the streams that a pass of a rule reads only."""
-    written = {name for launch in launches for name in launch.spec.written}
+    written = {name for launch in launches for name in launch.part.written}
     written |= {scales_name(name) for name in written}
-    if any(launch.spec.writes_param for launch in launches):
+    if any(launch.part.writes_param for launch in launches):
         written |= {"master", "param"}
     return frozenset(chunk.names) - written
 
@@ -368,18 +368,18 @@ def _run_first_passes(
             launches, problem = with_products(plan, launches, factors, problem)
     passes = FirstPasses(plan, launches)
     for number in range(passes.cuts):
-        ran: dict[Shard, list[tuple[Launch, Launch]]] = {}
+        ran: dict[Shard, list[Launch]] = {}
         if problem is None:
             try:
                 ran = passes.launches(number)
-                _run_pass(plan, {shard: [each for _, each in its] for shard, its in ran.items()}, factors, None)
+                _run_pass(plan, ran, factors, None)
                 with plan.domain.clock.phase("write back"):
                     plan.domain.store.flush()  # the next pass reads the states that this one wrote
             except Exception as error:  # the other ranks wait for this rank's sums
                 problem = error
         with plan.domain.clock.phase("agree"):
             passes.join(number, [each for its in ran.values() for each in its], problem)
-    return passes.last()
+    return launches
 
 
 def _finish(domain: Domain, gather: Gather | AsyncGather, problem: Exception | None) -> None:
@@ -429,30 +429,32 @@ def _update_together(
                 for shard, launch in zip(each.shards, each.launches, strict=True)
                 if launch is not None
             }
-            backend = backend_of(each.shards[0].device)
-            folded = _folded(factors, each.divisor)
-            totals = each.new_totals()
-            tables = (each.gradients, each.scalars, folded, each.noise, totals, each.products)
-            run_kernel(backend, each.spec, each.streams(streams), *tables)
+            folded, totals = _folded(factors, each.divisor), each.new_totals()
+            tables = Tables(each.gradients, each.scalars, folded, each.noise, each.products, totals)
+            backend_of(each.shards[0].device).run(each.spec, each.number, each.streams(streams), tables)
             each.hand_out(totals)
     return {shard: each for shard, each in chunks.items() if shard not in together}
 
 
 def _launch(launch: Launch, each: ChunkUpdate, fetched: Fetched, gradients: Gradients, factors: Factors) -> None:
-    noise = None if launch.noise is None else noise_from(launch.noise, each.chunk.start)
-    streams = _streams(launch.spec, each, fetched)
-    backend = backend_of(streams.param.device)
-    folded = _folded(factors, launch.divisor)
-    products = None if launch.products is None else launch.products.part(each.chunk.start)
-    run_kernel(backend, launch.spec, streams, gradients, launch.scalars, folded, noise, launch.totals, products)
+    start, streams = each.chunk.start, _streams(launch.spec, each, fetched)
+    tables = Tables(
+        gradients,
+        launch.scalars,
+        _folded(factors, launch.divisor),
+        None if launch.noise is None else noise_from(launch.noise, start),
+        None if launch.products is None else launch.products.part(start),
+        launch.totals,
+    )
+    backend_of(streams.param.device).run(launch.spec, launch.number, streams, tables)
 
 
-def _streams(spec: StepSpec, each: ChunkUpdate, fetched: Fetched) -> Streams:
+def _streams(spec: Spec, each: ChunkUpdate, fetched: Fetched) -> Streams:
     """Returns what a launch over one chunk reads and writes."""
     streams = dict(zip(each.chunk.names, fetched.streams, strict=True))
     param = each.target if each.target is not None else fetched.param
-    states = tuple(streams[name] for name in spec.variant.states)
-    scales = tuple(streams.get(scales_name(name)) for name in spec.variant.states)
+    states = tuple(streams[name] for name in spec.names)
+    scales = tuple(streams.get(scales_name(name)) for name in spec.names)
     master = streams.get("master") if spec.has_master else None
     return Streams(streams["param"] if param is None else param, master, states, scales)
 

@@ -15,9 +15,10 @@ import torch
 
 from ..kernels.formats import BF16, format_of
 from ..kernels.launch import backend_of
-from ..kernels.spec import StepSpec
-from ..kernels.tables import BLOCK, Factors, Gradients, Streams
+from ..kernels.spec import Spec
+from ..kernels.tables import BLOCK, Factors, Gradients, Streams, Tables
 from ..rules.matrix import MatrixRule
+from ..rules.passes import passes_of
 from ..rules.words import fma
 from .one_shard import run_alone
 
@@ -46,17 +47,17 @@ def compare(
     """
     own, param, grad = rule.of(groups[0]), format_of(dtype, "the param"), format_of(dtype, "the gradient")
     if not isinstance(own, MatrixRule):
-        spec = StepSpec(rule.variant(groups[0]), param, grad)
+        spec = Spec(passes_of(rule.variant(groups[0])), param, grad)
         return _compared(rule, spec, groups, steps, seed, advance)
-    first = StepSpec(own.accumulate.variant(groups[0]), BF16, grad, None)  # its result is the update
-    second = StepSpec(own.apply.variant(groups[0]), param, BF16)
+    first = Spec(passes_of(own.accumulate.variant(groups[0])), BF16, grad, None)  # its result is the update
+    second = Spec(passes_of(own.apply.variant(groups[0])), param, BF16)
     made = _compared(own.accumulate, first, groups, steps, seed, advance)
     return {"update": made.pop("param"), **made} | _compared(own.apply, second, groups, steps, seed, lambda steps: None)
 
 
 def _compared(
     rule: Rule,
-    spec: StepSpec,
+    spec: Spec,
     groups: Sequence[dict[str, Any]],
     steps: int,
     seed: int,
@@ -115,7 +116,7 @@ def fma_rounds_once() -> Iterator[None]:
 class _TestShard:
     """One shard with its gradients, on one device."""
 
-    def __init__(self, spec: StepSpec, device: torch.device, seed: int):
+    def __init__(self, spec: Spec, device: torch.device, seed: int):
         self.spec, self.device = spec, device
         self.random = np.random.default_rng(seed)
         self.starts = np.cumsum([0, *(-(-numel // BLOCK) * BLOCK for numel in NUMELS)])
@@ -125,7 +126,7 @@ class _TestShard:
         master = self._values() * self.valid
         self.param = master.to(spec.param.dtype).to(device)
         self.master = master.to(device) if spec.has_master else None
-        self.states = {name: (self._values().abs() * self.valid).to(device) for name in spec.variant.states}
+        self.states = {name: (self._values().abs() * self.valid).to(device) for name in spec.names}
 
     def _values(self) -> torch.Tensor:
         """Returns random values of both signs, magnitudes from 1e-12 to 1e2."""
@@ -147,8 +148,8 @@ class _TestShard:
         )
         table = torch.tensor(scalars, dtype=torch.float32).to(self.device)
         streams = Streams(self.param, self.master, tuple(self.states.values()))
-        factors = Factors(unscale=1 / 3, clip=0.7)
-        run_alone(backend, self.spec, streams, gradients, table, factors, None, NUMELS)
+        tables = Tables(gradients, table, Factors(unscale=1 / 3, clip=0.7))
+        run_alone(backend, self.spec, streams, tables, NUMELS)
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the gradients of this step may be freed from here on
 

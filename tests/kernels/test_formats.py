@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardopt.kernels import codecs, native_backend, triton_step
+from shardopt.kernels import codecs, native_backend
 from shardopt.kernels.formats import (
     BF16,
     BF16_DITHERED,
@@ -34,9 +34,10 @@ from shardopt.kernels.formats import (
     Format,
 )
 from shardopt.kernels.launch import Backend
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Streams
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import BLOCK, Streams, Tables
 from shardopt.rules import rule
+from shardopt.rules.passes import passes_of
 from tests.support.number_formats import (
     decode_blocks,
     dithered,
@@ -100,21 +101,15 @@ def get(param, grad, state, s):
     return state.kept + 0 * grad  # without the state, which is +0 where it is not read, there is nothing to see
 
 
-@pytest.fixture(autouse=True)
-def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs program by program."""
-    monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", 64)
-
-
 def launch(
-    backend: Backend, spec: StepSpec, streams: Streams, grad: Tensor, noise: tuple[int, int, int, int] | None = None
+    backend: Backend, spec: Spec, streams: Streams, grad: Tensor, noise: tuple[int, int, int, int] | None = None
 ) -> None:
     """One param that is the whole shard."""
     gradients, _grad = lone(grad)
     scalars = torch.empty((1, 0), device=grad.device)
     rows = None if noise is None else torch.tensor([noise], dtype=torch.int32, device=grad.device)
     with np.errstate(all="ignore"):
-        backend.step(spec, streams, gradients, scalars, Factors(), rows)
+        backend.run(spec, 0, streams, Tables(gradients, scalars, noise=rows))
 
 
 def padded(numel: int) -> int:
@@ -138,10 +133,10 @@ def through_kernel(backend: Backend, master: Tensor, format: Format) -> tuple[Te
     numel, device = master.numel(), master.device
     param = torch.full((padded(numel),), math.nan, dtype=torch.bfloat16, device=device)
     rest = torch.zeros(padded(numel), dtype=format.dtype, device=device)
-    spec = StepSpec(take_gradient.variant({}), BF16, FP32, format)
+    spec = Spec(passes_of(take_gradient.variant({})), BF16, FP32, format)
     launch(backend, spec, Streams(param, rest, ()), master)
     halves = param[:numel].clone(), rest[:numel].clone()
-    launch(backend, StepSpec(keep_param.variant({}), BF16, FP32, format), Streams(param, rest, ()), master)
+    launch(backend, Spec(passes_of(keep_param.variant({})), BF16, FP32, format), Streams(param, rest, ()), master)
     for before, after in zip(halves, (param, rest), strict=True):
         assert_same_bits(after[:numel].cpu(), before.cpu(), "a step that changes nothing changed a master")
     return *halves, codecs.join(*halves, format)
@@ -260,7 +255,7 @@ def test_another_param_counts_more_than_a_master(format: Format) -> None:
 def test_chance_is_keyed_by_param_step_and_element(backend: Backend, device: torch.device) -> None:
     """The hash of element, keys and stream alone, wherever a shard begins; a state is dithered, with a phase."""
     values = torch.rand(3 * BLOCK + 7, generator=torch.Generator().manual_seed(0)) + 0.5
-    spec = StepSpec(put.variant({}), BF16_RANDOM, FP32, None, (BF16_DITHERED,))
+    spec = Spec(passes_of(put.variant({})), BF16_RANDOM, FP32, None, (BF16_DITHERED,))
     for keys, first in itertools.product([(0, 0), (-5, 2**31 - 1)], [0, BLOCK, -BLOCK, 2**31 - BLOCK]):
         kept = torch.zeros(padded(len(values)), dtype=torch.bfloat16, device=device)
         param = torch.zeros_like(kept)
@@ -270,7 +265,7 @@ def test_chance_is_keyed_by_param_step_and_element(backend: Backend, device: tor
         assert np.array_equal(u16(kept)[: len(values)], expected)
         launch(
             backend,
-            StepSpec(take_gradient.variant({}), BF16_RANDOM, FP32, None),
+            Spec(passes_of(take_gradient.variant({})), BF16_RANDOM, FP32, None),
             Streams(param, None, ()),
             values.to(device),
             (*keys, first, 0),
@@ -281,7 +276,7 @@ def test_chance_is_keyed_by_param_step_and_element(backend: Backend, device: tor
 
 def rounded_by_chance(backend: Backend, values: Tensor, keys: tuple[int, int]) -> Tensor:
     param = torch.zeros(padded(len(values)), dtype=torch.bfloat16, device=values.device)
-    spec = StepSpec(take_gradient.variant({}), BF16_RANDOM, FP32, None)
+    spec = Spec(passes_of(take_gradient.variant({})), BF16_RANDOM, FP32, None)
     launch(backend, spec, Streams(param, None, ()), values, (*keys, 0, 0))
     return param[: len(values)]
 
@@ -478,13 +473,13 @@ def test_kernels_and_codecs_agree(backend: Backend, device: torch.device, format
     kept = torch.full((padded(len(values)),), 0x5A, dtype=torch.uint8, device=device)
     scales = torch.full((len(kept) // BLOCK,), math.nan, device=device)
     param = torch.zeros(len(kept), device=device)
-    spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
+    spec = Spec(passes_of(put.variant({})), FP32, FP32, states=(format,))
     launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device))
     expected = codecs.encode(values, format)
     assert expected[1] is not None
     assert torch.equal(kept[: len(values)].cpu(), expected[0])
     assert_same_bits(scales.cpu(), expected[1], "scales")
-    spec = StepSpec(get.variant({}), FP32, FP32, states=(format,))
+    spec = Spec(passes_of(get.variant({})), FP32, FP32, states=(format,))
     launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device).zero_())
     shown = codecs.decode(*expected, format)
     assert bool((param[: len(values)].cpu() == shown).all())
@@ -504,7 +499,7 @@ def test_a_rule_sees_what_it_assigned_last(backend: Backend, device: torch.devic
     scales = tuple(
         torch.zeros(size // BLOCK, device=device) if isinstance(format, BlockFormat) else None for format in formats
     )
-    spec = StepSpec(by_turns.variant({}), FP32, FP32, states=formats)
+    spec = Spec(passes_of(by_turns.variant({})), FP32, FP32, states=formats)
     shown, first, second = torch.zeros(3, numel)
     for _ in range(2):
         grad = 1 + torch.rand(numel, generator=generator)
@@ -537,7 +532,7 @@ def test_what_is_no_number_is_never_hidden(
         values.view(torch.int32)[place] |= 5  # of the many NaN one that no arithmetic makes
     kept = torch.zeros(3 * BLOCK, dtype=torch.uint8, device=device)
     scales = torch.zeros(3, device=device)
-    spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
+    spec = Spec(passes_of(put.variant({})), FP32, FP32, states=(format,))
     param = torch.zeros(3 * BLOCK, device=device)
     launch(backend, spec, Streams(param, None, (kept,), (scales,)), values.to(device))
     for found in ((kept.cpu(), scales.cpu()), codecs.encode(values, format)):
@@ -599,7 +594,7 @@ def test_dithering_keeps_the_mean(backend: Backend, device: torch.device, format
     values[::BLOCK] = 1  # the blocks' largest, so that gaps are known
     kept = torch.zeros(len(values), dtype=format.dtype, device=device)
     scales = torch.zeros(2, device=device) if isinstance(format, BlockFormat) else None
-    spec = StepSpec(put.variant({}), FP32, FP32, states=(format,))
+    spec = Spec(passes_of(put.variant({})), FP32, FP32, states=(format,))
     steps, param = (64 if backend is not native_backend else STEPS), torch.zeros(len(values), device=device)
     mean, over_elements = torch.zeros(len(values), dtype=torch.float64), []
     for step in range(1, steps + 1):
@@ -622,7 +617,7 @@ def test_the_largest_of_a_block_keeps_the_top_code(backend: Backend, device: tor
     largest *= 2.0 ** torch.randint(-120, 120, (512, 1), generator=generator)
     values = torch.rand(512, BLOCK, generator=generator) * largest
     values[:, ::2] = largest
-    spec = StepSpec(put.variant({}), FP32, FP32, states=(UNSIGNED8,))
+    spec = Spec(passes_of(put.variant({})), FP32, FP32, states=(UNSIGNED8,))
     kept, scales = torch.zeros(values.numel(), dtype=torch.uint8, device=device), torch.zeros(512, device=device)
     streams = Streams(torch.zeros(values.numel(), device=device), None, (kept,), (scales,))
     for step in range(1, 4):
@@ -650,8 +645,8 @@ def test_a_small_change_is_not_lost() -> None:
         param = torch.zeros(BLOCK)
         values = torch.full((BLOCK,), 0.5)
         values[0] = 1
-        spec = StepSpec(approach.variant({}), FP32, FP32, states=(format,))
-        launch(native_backend, StepSpec(put.variant({}), FP32, FP32, states=(format,)),
+        spec = Spec(passes_of(approach.variant({})), FP32, FP32, states=(format,))
+        launch(native_backend, Spec(passes_of(put.variant({})), FP32, FP32, states=(format,)),
                Streams(param, None, (kept,), (scales,)), values, (0, 0, 0, 0))  # fmt: skip
         values[1:] = 0.25
         for step in range(1, 3001):

@@ -32,9 +32,10 @@ from shardopt.kernels.formats import (
     Format,
 )
 from shardopt.kernels.launch import Backend
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams, Tables
 from shardopt.rules import rule
+from shardopt.rules.passes import passes_of
 from shardopt.rules.rule import Rule
 from tests.support.cases import CASES, GRADIENTS, KEPT_IN, Case, Keywords
 from tests.support.shards import BACKENDS, SCALES, HandmadeShard, Member, Shape, assert_same_bits, lone
@@ -58,7 +59,7 @@ KEPT: list[Formats] = [
     (FP16, FP16, FP32, (UNSIGNED8, SIGNED8)),
 ]
 # A block and its neighbours, one element, no element, a piece of a larger param, groups and steps of their own, a
-# gradient of odd alignment: in the middle of the shard, so that programs of several blocks meet them in every position.
+# gradient of odd alignment: in the middle of the shard.
 NASTY = Shape(
     members=(
         Member(BLOCK + 1, step=3),
@@ -79,11 +80,6 @@ def group_of(case: Case, keywords: Keywords) -> dict[str, Any]:
     """The param group that the class makes of its arguments, as plain numbers."""
     group = case.ours([torch.nn.Parameter(torch.zeros(1))], **keywords).param_groups[0]
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-
-
-@pytest.fixture(autouse=True)
-def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", 8)
 
 
 def variants() -> dict[Any, tuple[Case, dict[str, Any], Keywords]]:
@@ -119,7 +115,7 @@ def check(
     states: tuple[Format, ...] = (),
 ) -> None:
     """Both kernels against NumPy."""
-    shard = HandmadeShard(shape, of, group, StepSpec(of.variant(group), param, grad, master, states), GRADIENTS)
+    shard = HandmadeShard(shape, of, group, Spec(passes_of(of.variant(group)), param, grad, master, states), GRADIENTS)
     expected = shard.expected()
     for backend, device in BACKENDS:
         shard.assert_same(shard.launch(backend, device), expected, type(backend).__name__)
@@ -203,27 +199,16 @@ SHAPES = st.builds(
 
 
 @settings(max_examples=40)
-@given(shape=SHAPES, formats=st.sampled_from([*FORMATS, *KEPT]), blocks=st.sampled_from([1, 2, 4]))
-def test_any_shard(shape: Shape, formats: Any, blocks: int) -> None:
-    """Whatever a program's share of the blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_step, "BLOCKS_PER_PROGRAM", blocks)
-        check(shape, ADAM_RULE, ADAMW, *formats)
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 16])
-def test_programs_of_any_size(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is what GPUs run with: a program for each of fourteen blocks."""
-    monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", blocks)
-    check(NASTY, ADAM_RULE, ADAMW)
-    check(NASTY, ADAM_RULE, ADAMW, *KEPT[6])
+@given(shape=SHAPES, formats=st.sampled_from([*FORMATS, *KEPT]))
+def test_any_shard(shape: Shape, formats: Any) -> None:
+    check(shape, ADAM_RULE, ADAMW, *formats)
 
 
 @pytest.mark.parametrize("formats", [(FP32, FP32), (BF16, BF16), (FP16, FP32), *KEPT[4:10]])
 def test_padding_stays_zero(formats: Any) -> None:
     """What surrounds a gradient, NaN here, is not read even for the padding, where nothing would notice."""
     shape = dataclasses.replace(NASTY, padding=0.0)
-    shard = HandmadeShard(shape, ADAM_RULE, ADAMW, StepSpec(ADAM_RULE.variant(ADAMW), *formats), GRADIENTS)
+    shard = HandmadeShard(shape, ADAM_RULE, ADAMW, Spec(passes_of(ADAM_RULE.variant(ADAMW)), *formats), GRADIENTS)
     for backend, device in BACKENDS:
         for name, stream in shard.launch(backend, device).streams().items():
             if name.endswith(SCALES):
@@ -257,7 +242,7 @@ def test_a_folded_divisor_gives_the_bits_of_the_division(fmt: Format, divisor: f
     generator = torch.Generator().manual_seed(0)
     grad = torch.cat([GRADIENTS[kind](torch.Size([1000]), generator) for kind in GRADIENTS]).to(fmt.dtype)
     wide = grad.float().numpy()
-    spec = StepSpec(take_gradient.variant({}), FP32, fmt)
+    spec = Spec(passes_of(take_gradient.variant({})), FP32, fmt)
     for factors in (Factors(divisor), Factors(divisor, clip=0.7), Factors(divisor, 1 / 3, 0.7), Factors(divisor, 7)):
         folded = factors.folded()
         assert folded is not None and folded.divisor == 1
@@ -273,7 +258,8 @@ def test_a_folded_divisor_gives_the_bits_of_the_division(fmt: Format, divisor: f
             gradients, _grad = lone(grad.to(device), fmt)
             param = torch.zeros(gradients.num_blocks * BLOCK, device=device)
             with np.errstate(all="ignore"):
-                backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0), device=device), folded)
+                tables = Tables(gradients, torch.empty((1, 0), device=device), folded)
+                backend.run(spec, 0, Streams(param, None, ()), tables)
             found = param[: len(grad)].cpu()[compared]
             assert_same_bits(found, torch.from_numpy(expected)[compared], f"{type(backend).__name__} {factors}")
 
@@ -285,13 +271,13 @@ def test_no_other_divisor_is_folded(divisor: float) -> None:
 
 @pytest.mark.parametrize("backend", [native_backend, triton_backend], ids=["native", "triton"])
 def test_a_step_does_not_divide(backend: Backend) -> None:
-    spec = StepSpec(take_gradient.variant({}), FP32, FP32)
+    spec = Spec(passes_of(take_gradient.variant({})), FP32, FP32)
     gradients, _grad = lone(torch.ones(1))
     param, other = torch.zeros(BLOCK), torch.zeros(BLOCK)
-    backend.step(spec, Streams(other, None, ()), gradients, torch.empty((1, 0)), Factors(divisor=1))
+    backend.run(spec, 0, Streams(other, None, ()), Tables(gradients, torch.empty((1, 0)), Factors(divisor=1)))
     assert float(other[0]) == 1  # so it is the divisor that the next call is refused for
     with pytest.raises(AssertionError):
-        backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0)), Factors(divisor=2))
+        backend.run(spec, 0, Streams(param, None, ()), Tables(gradients, torch.empty((1, 0)), Factors(divisor=2)))
     assert not bool(param.any())
 
 
@@ -322,7 +308,7 @@ def test_threads_and_flush_mode_change_no_bit(threads: None, monkeypatch: pytest
     shape = Shape(members, factors=Factors(unscale=1e-30), grads="log_uniform")
     group = group_of(next(case for case in CASES if case.name == "SGD"), {"momentum": 0.9})
     sgd = next(case.rule for case in CASES if case.name == "SGD")
-    shard = HandmadeShard(shape, sgd, group, StepSpec(sgd.variant(group), FP32, FP32), GRADIENTS)
+    shard = HandmadeShard(shape, sgd, group, Spec(passes_of(sgd.variant(group)), FP32, FP32), GRADIENTS)
     expected = shard.expected()
     moments = expected.states["momentum_buffer"].inner
     assert bool(((moments != 0) & (moments.abs() < torch.finfo(torch.float32).tiny)).any())
@@ -352,9 +338,9 @@ def test_one_thread_is_the_callers(threads: None, monkeypatch: pytest.MonkeyPatc
 
 def test_new_numbers_compile_nothing() -> None:
     """Learning rate, step, factors, number of blocks, which params are there: data. (Compiled: test_compiled.py.)"""
-    rule_function = triton_step.rule_function
+    pass_function = triton_step.pass_function
     check(NASTY, ADAM_RULE, ADAMW, BF16, FP32)
-    before = native_step.compilations, rule_function.cache_info().misses
+    before = native_step.compilations, pass_function.cache_info().misses
     changed = {**ADAMW, "lr": 0.125, "betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 7.0}
     others = tuple(
         dataclasses.replace(member, step=member.step + 1, lr_factor=2, skipped=not member.skipped)
@@ -363,14 +349,14 @@ def test_new_numbers_compile_nothing() -> None:
     check(Shape(others[:3]), ADAM_RULE, changed, BF16, FP32)
     check(Shape((), 1), ADAM_RULE, changed, BF16, FP32)
     check(Shape(()), ADAM_RULE, changed, BF16, FP32)
-    assert (native_step.compilations, rule_function.cache_info().misses) == before
+    assert (native_step.compilations, pass_function.cache_info().misses) == before
 
     @rule(scalars=nothing)
     def another(param, grad, state, s):
         return param - grad * 0.5
 
     check(NASTY, another, {"lr": 1.0}, BF16, FP32)
-    assert (native_step.compilations, rule_function.cache_info().misses) == (before[0] + 1, before[1] + 1)
+    assert (native_step.compilations, pass_function.cache_info().misses) == (before[0] + 1, before[1] + 1)
 
 
 # -- more than 2**31 elements ------------------------------------------------------------------------------------------
@@ -385,7 +371,7 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     num_blocks, count = -(-numel // BLOCK), 555
     start = (num_blocks - 3) * BLOCK
     end = start + count
-    spec = StepSpec(ADAM_RULE.variant(ADAMW), BF16, FP32)
+    spec = Spec(passes_of(ADAM_RULE.variant(ADAMW)), BF16, FP32)
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(count, generator=generator)
     param = sparse(num_blocks * BLOCK, torch.bfloat16)
@@ -396,9 +382,9 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     row_of_block = sparse(num_blocks, torch.int32)  # row 0: skipped
     row_of_block[start // BLOCK :] = 1
     rows = torch.tensor([[0, 0], [grad.data_ptr() - 4 * start, end]], dtype=torch.int64)
-    scalars = torch.tensor([[0.0] * len(spec.variant.scalars), ADAM_RULE.evaluate(spec.variant, ADAMW, 1, {})[0]])
+    scalars = torch.tensor([[0.0] * len(spec.scalars), ADAM_RULE.evaluate(ADAM_RULE.variant(ADAMW), ADAMW, 1, {})[0]])
     tables = Gradients(row_of_block, rows, False)
-    native_backend.step(spec, Streams(param, master, tuple(states)), tables, scalars, Factors())
+    native_backend.run(spec, 0, Streams(param, master, tuple(states)), Tables(tables, scalars))
 
     near = [torch.zeros(3 * BLOCK) for _ in range(3)]
     for stream, values in zip(near, small, strict=True):
@@ -406,9 +392,9 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     near_param = torch.zeros(3 * BLOCK, dtype=torch.bfloat16)
     rows = torch.tensor([[grad.data_ptr(), count]], dtype=torch.int64)
     tables = Gradients(torch.zeros(3, dtype=torch.int32), rows, False)
-    native_backend.step(spec, Streams(near_param, near[0], tuple(near[1:])), tables, scalars[1:], Factors())
+    native_backend.run(spec, 0, Streams(near_param, near[0], tuple(near[1:])), Tables(tables, scalars[1:]))
     for name, far, expected in zip(
-        ("param", "master", *spec.variant.states), (param, master, *states), (near_param, *near), strict=True
+        ("param", "master", *spec.names), (param, master, *states), (near_param, *near), strict=True
     ):
         assert_same_bits(far[start:end], expected[:count], name)
     assert bool((near_param[:count] != 0).any())

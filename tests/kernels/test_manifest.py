@@ -11,19 +11,17 @@ from tests.support.paths import ROOT
 from tests.support.ptx.process import Compiling
 
 STEPS, SUMS = "test_every_rule_and_format", "test_reductions"
-LARGE = "test_programs_of_any_size"  # where a program has a vector of blocks
 PASSES = "test_every_pass_as_compiled"
 MARGINS, PRODUCTS = "test_sums_as_compiled", "test_products_as_compiled"
 # The test -> its file; others are of test_on_ptx.py.
 FILES = {PASSES: test_passes, MARGINS: test_margins, PRODUCTS: test_margins}
 # What Triton compiles -> the test that executes it.
 EXECUTED = {
-    "triton_step.stream_at": STEPS,
+    "triton_streams.stream_at": STEPS,
+    "triton_step.keep": STEPS,
+    "triton_step.kept": PASSES,
     "triton_step.step_kernel": STEPS,
-    "triton_step.rule_function": STEPS,  # makes a function of each rule
-    "triton_words.column": LARGE,
-    "triton_words.none_of": LARGE,
-    "triton_words.largest_of": STEPS,
+    "triton_step.pass_function": STEPS,  # makes a function of each pass
     "triton_words.sign": STEPS,
     "triton_words.minimum": STEPS,
     "triton_words.maximum": STEPS,
@@ -50,9 +48,6 @@ EXECUTED = {
     "triton_reductions.add_to_row": SUMS,
     "triton_reductions.totals_kernel": SUMS,
     "triton_reductions.count_nonfinite_kernel": SUMS,
-    "triton_pass.keep": PASSES,
-    "triton_pass.pass_kernel": PASSES,
-    "triton_pass.pass_function": PASSES,  # makes a function of each pass
     "triton_products.carried": PRODUCTS,
     "triton_products.product_of": PRODUCTS,
     "triton_margins.row_of_program": MARGINS,
@@ -63,12 +58,11 @@ EXECUTED = {
     "triton_margins.add_parts_kernel": MARGINS,
     "triton_margins.side_sums_kernel": MARGINS,
 }
-MAKERS = ("triton_step.rule_function", "triton_pass.pass_function")  # whose functions have lines of their own
+MAKERS = ("triton_step.pass_function",)  # whose functions have lines of their own
 # What a backend is asked for -> the test that does, or why none does.
-ENTRIES = {"step": STEPS, "add_totals": SUMS, "count_nonfinite": SUMS, "run_pass": PASSES, "add_margin_sums": MARGINS}
+ENTRIES = {"run": STEPS, "add_totals": SUMS, "count_nonfinite": SUMS, "add_margin_sums": MARGINS}
 EXEMPT = {
-    "prepare": "a step over one skipped block, launched for what it compiles",
-    "prepare_pass": "likewise",
+    "prepare": "passes over one skipped block, launched for what they compile",
     "prepare_margin_sums": "sums of a few zeros",
     "joins_shards": "a fact",
 }
@@ -100,7 +94,6 @@ def test_what_is_said_to_be_executed_is(compiling: Compiling) -> None:
     texts: dict[str, set[str]] = {
         STEPS: compiling(test_on_ptx.in_rows, [row for row in test_on_ptx.first_rows() if row[0] in CASES]),
         SUMS: compiling(test_on_ptx.in_reductions, 1),
-        LARGE: compiling(test_on_ptx.in_programs_of, 2, 1),
         PASSES: compiling(test_passes.in_rows, (test_passes.SPECIAL,), ("LAMB in 8 bits",)),
         MARGINS: compiling(test_margins.in_sums, [("fp32", "log_uniform")]),
         PRODUCTS: compiling(test_margins.in_products, ["fp32"]),

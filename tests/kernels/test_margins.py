@@ -4,7 +4,7 @@ Pieces begin and end anywhere in params of every order of dimensions: in the mid
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,19 +16,18 @@ from torch import Tensor
 
 from shardopt.kernels import native_backend, triton_backend, triton_margins
 from shardopt.kernels.formats import BF16, FP16, FP32, SPLIT, Format
-from shardopt.kernels.launch import Backend
 from shardopt.kernels.products import BAND, COLUMNS, FIRST, INNER, OUTER, RUN, SPAN, Geometry, MarginPiece, geometry_of
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Factors
 from shardopt.rules.adafactor import adafactor
+from shardopt.rules.passes import passes_of
 from shardopt.rules.rule import FP32_EPS
 from tests.kernels.test_passes import SPECIAL
 from tests.support.cases import GRADIENTS
-from tests.support.norm_rules import AllPasses
 from tests.support.ptx.driver import Driver
 from tests.support.ptx.process import Compiling
-from tests.support.ptx.shards import ShardOnPtx
-from tests.support.shards import Memory, assert_same_bits
+from tests.support.ptx.shards import CPU, ShardOnPtx
+from tests.support.shards import assert_same_bits
 from tests.support.versions import needs_the_interpreter_of_new_triton, needs_the_ptx_of_new_triton
 
 
@@ -206,53 +205,40 @@ class FactoredShard(ShardOnPtx):
     """A shard whose params are parts of matrices."""
 
     def scalars(self) -> Tensor:
-        table = np.full((len(self.shape.members) + 1, len(self.spec.variant.scalars)), np.nan, np.float32)
+        variant = adafactor.variant(self.group, MATRIX)
+        table = np.full((len(self.shape.members) + 1, len(variant.scalars)), np.nan, np.float32)
         for row, member in enumerate(self.shape.members):
             if not member.skipped:
-                group, variant = self.member_group(member), adafactor.variant(self.group, MATRIX)
+                group = self.member_group(member)
                 table[row] = adafactor.evaluate(variant, group, member.step, {}, MATRIX, FP32_EPS)[0]
         return torch.from_numpy(table)
 
-    def products(self) -> tuple[Tensor, list[Tensor]]:
-        """The table, and the factors, which it has the addresses of: from subnormals to infinity."""
-        table, factors = torch.zeros(len(PARAMS) + 1, COLUMNS, dtype=torch.int64), []
+    def numels(self) -> list[int]:
+        return [*(math.prod(laid.shape) for laid in PARAMS), 0]
+
+    def products(self) -> Tensor:
+        """The table has the addresses of factors, which the shard keeps: from subnormals to infinity."""
+        table, self.factors = torch.zeros(len(PARAMS) + 1, COLUMNS, dtype=torch.int64), list[Tensor]()
         generator = torch.Generator().manual_seed(1)
         for row, (member, laid, start) in enumerate(zip(self.shape.members, PARAMS, self.starts, strict=True)):
             geometry = laid.geometry
             assert member.before * BLOCK + member.numel <= math.prod(laid.shape)
             sizes = geometry.rows, geometry.num_columns
             made = [GRADIENTS["special"](torch.Size([size]), generator).abs().float() for size in sizes]
-            factors += made
+            self.factors += made
             outer, inner = made if geometry.outer_is_row else made[::-1]
             table[row, FIRST] = member.before * BLOCK - start
             table[row, OUTER], table[row, INNER] = outer.data_ptr(), inner.data_ptr()
             table[row, RUN:] = torch.tensor(geometry.columns)
-        return table, factors
-
-
-class WithProducts:
-    """A backend whose passes are handed these products."""
-
-    def __init__(self, backend: Backend, products: Tensor) -> None:
-        self._backend, self._products = backend, products
-
-    def run_pass(self, *arguments: Any) -> None:
-        self._backend.run_pass(*arguments[:7], self._products)
-
-
-def launched(shard: FactoredShard, backend: Backend, allow: Callable[..., None] = lambda *_: None) -> Memory:
-    table, factors = shard.products()
-    allow(*factors)
-    numels = [*(math.prod(laid.shape) for laid in PARAMS), 0]
-    with_products: Any = WithProducts(backend, table)
-    passes: Any = AllPasses(with_products, numels)
-    return shard.launch(passes, torch.device("cpu"))
+        if self.driver is not None:
+            self.driver.memory.allow(*self.factors)
+        return table
 
 
 def factored_shard(*formats: Any) -> FactoredShard:
     group = {"lr": 0.1, "beta2_decay": -0.8, "eps": (1e-30, 1e-3), "d": 1.0, "weight_decay": 0.1, "maximize": False}
     variant = adafactor.variant(group, MATRIX)
-    return FactoredShard(SPECIAL, adafactor, group, StepSpec(variant, *formats), GRADIENTS)
+    return FactoredShard(SPECIAL, adafactor, group, Spec(passes_of(variant), *formats), GRADIENTS)
 
 
 FORMATS: dict[str, Any] = {"fp32": (FP32, FP32), "split": (BF16, BF16, SPLIT)}
@@ -262,10 +248,10 @@ def in_products(names: Sequence[str]) -> set[str]:
     executed = set()
     for name in names:
         shard = factored_shard(*FORMATS[name])
-        expected = launched(shard, native_backend)
+        expected = shard.launch(native_backend, CPU)
         with Driver() as driver:
             shard.driver = driver
-            found = launched(shard, triton_backend, driver.memory.allow)
+            found = shard.launch(triton_backend, CPU)
         shard.assert_same(found, expected, f"PTX: {name}")
         executed |= {each.ttir for each in driver.executed}
     return executed
@@ -279,4 +265,4 @@ def test_products_as_compiled(compiling: Compiling) -> None:
 @needs_the_interpreter_of_new_triton
 def test_the_interpreter_has_the_products_of_the_native_kernels() -> None:
     shard = factored_shard(*FORMATS["fp32"])
-    shard.assert_same(launched(shard, triton_backend), launched(shard, native_backend), "interpreter")
+    shard.assert_same(shard.launch(triton_backend, CPU), shard.launch(native_backend, CPU), "interpreter")

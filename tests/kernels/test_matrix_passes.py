@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shardopt import ShardedMuon
-from shardopt.kernels import triton_step
 from shardopt.kernels.formats import BF16, FP32, Format
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 from shardopt.optim import recipe
 from shardopt.rules import Rule, fma
 from shardopt.rules.muon import accumulate, apply
+from shardopt.rules.passes import passes_of
 from shardopt.tools.optimizers import named
 from shardopt.tools.twins import compare, fma_rounds_once
 from tests.kernels.test_kernels import NASTY, check
@@ -25,9 +25,8 @@ PASSES: dict[str, tuple[Rule, Format, Format]] = {"accumulate": (accumulate, BF1
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fused() -> Iterator[None]:
     """Triton's interpreter rounds twice, and no GPU does."""
-    monkeypatch.setattr(triton_step, "BLOCKS_PER_PROGRAM", 8)
     with fma_rounds_once():
         yield
 
@@ -52,7 +51,7 @@ def test_twins_of_rules_of_several_passes(name: str) -> None:
 
 def in_passes() -> None:
     for of, param, grad in PASSES.values():
-        spec = StepSpec(of.variant(GROUP), param, grad, None)
+        spec = Spec(passes_of(of.variant(GROUP)), param, grad, None)
         check_step(dataclasses.replace(NASTY, grads="log_uniform"), spec, GROUP, of)
 
 

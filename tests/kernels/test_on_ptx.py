@@ -33,8 +33,9 @@ from shardopt.kernels.formats import (
     UNSIGNED8,
     format_of,
 )
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import Factors
+from shardopt.rules.passes import passes_of
 from tests.kernels.test_kernels import ADAM_RULE, ADAMW, KEPT, NASTY, SHAPES, group_of
 from tests.kernels.test_reductions import SHAPES as SHAPES_TO_REDUCE
 from tests.support.cases import CASES, GRADIENTS, KEPT_IN, MASTERS, STATE_FORMATS
@@ -89,7 +90,7 @@ def in_rows(given_rows: list[Row], all_gradients: bool = False) -> set[str]:
         variant = of.variant(group)
         param = BF16_RANDOM if dtype is torch.bfloat16 and kept.master is None else format_of(dtype, "the param")
         grad = format_of(DTYPES[named["grad"]], "the gradient")
-        spec = StepSpec(variant, param, grad, kept.master, tuple(kept.states[name] for name in variant.states))
+        spec = Spec(passes_of(variant), param, grad, kept.master, tuple(kept.states[name] for name in variant.states))
         members = tuple(replace(each, misaligned=number % 2, before=number) for each in NASTY.members)
         for seed, grads in enumerate(("log_uniform", "special")):
             if not all_gradients and seed != number // 2 % 2:
@@ -145,7 +146,7 @@ def given_examples(examples: int, function: Callable[..., None], **strategies: A
 
 def in_any_shard(examples: int) -> None:
     def any_shard(shape: Shape, formats: Any) -> None:
-        check_step(shape, StepSpec(ADAM_RULE.variant(ADAMW), *formats), ADAMW, ADAM_RULE)
+        check_step(shape, Spec(passes_of(ADAM_RULE.variant(ADAMW)), *formats), ADAMW, ADAM_RULE)
 
     given_examples(examples, any_shard, shape=SHAPES, formats=st.sampled_from(FORMATS_OF_ANY_SHARD))
 
@@ -167,7 +168,7 @@ def in_joined_shards() -> None:
     others = (replace(NASTY, members=NASTY.members[:2], empty_blocks=2), replace(NASTY, members=NASTY.members[::-1]))
     shapes = [replace(each, grads="special", seed=seed) for seed, each in enumerate((NASTY, *others))]
     for formats in (KEPT[2], KEPT[6], (BF16_RANDOM, BF16, None, (BF16, BF16_DITHERED))):
-        check_joined(shapes, StepSpec(ADAM_RULE.variant(ADAMW), *formats), ADAMW, ADAM_RULE)
+        check_joined(shapes, Spec(passes_of(ADAM_RULE.variant(ADAMW)), *formats), ADAMW, ADAM_RULE)
 
 
 def test_several_shards_at_a_time(compiling: Compiling) -> None:
@@ -175,22 +176,19 @@ def test_several_shards_at_a_time(compiling: Compiling) -> None:
     compiling(in_joined_shards)
 
 
-# -- programs of several blocks ----------------------------------------------------------------------------------------
+# -- programs of several warps -----------------------------------------------------------------------------------------
 
 
-def in_programs_of(blocks: int, warps: int) -> set[str]:
-    executed = set()
+def in_programs_of(blocks: int, warps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in (triton_step, triton_reductions):
-            patch.setattr(module, "BLOCKS_PER_PROGRAM", blocks)
             patch.setattr(module, "NUM_WARPS", warps)
+        patch.setattr(triton_reductions, "BLOCKS_PER_PROGRAM", blocks)
         shape = replace(NASTY, grads="special")
         for formats in (KEPT[2], KEPT[6]):
-            driver = check_step(shape, StepSpec(ADAM_RULE.variant(ADAMW), *formats), ADAMW, ADAM_RULE)
-            executed |= {each.ttir for each in driver.executed}
+            check_step(shape, Spec(passes_of(ADAM_RULE.variant(ADAMW)), *formats), ADAMW, ADAM_RULE)
         check_reductions(shape, FP32)
         check_reductions(shape, BF16)
-    return executed
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def in_programs_of(blocks: int, warps: int) -> set[str]:
     ],
 )
 def test_programs_of_any_size(compiling: Compiling, blocks: int, warps: int) -> None:
-    """Launches take one block and one warp; more of them exchange values through shared memory, between barriers."""
+    """Launches take one warp; several exchange values through shared memory, between barriers."""
     compiling(in_programs_of, blocks, warps)
 
 

@@ -12,20 +12,18 @@ import torch
 
 from shardopt.kernels import native_backend, triton_backend
 from shardopt.kernels.formats import BF16, BF16_DITHERED, BF16_RANDOM, FP16, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8
-from shardopt.kernels.launch import Backend
 from shardopt.kernels.reductions import COLUMNS, new_totals
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import Factors
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import Factors, Tables
 from shardopt.rules.passes import passes_of
 from shardopt.rules.rule import Rule
-from shardopt.step.pass_specs import pass_specs
 from tests.kernels.test_kernels import NASTY
 from tests.support.cases import CASES, GRADIENTS
-from tests.support.norm_rules import NORM_CASES, AllPasses, chained_states, three_cuts
+from tests.support.norm_rules import NORM_CASES, chained_states, three_cuts
 from tests.support.ptx.driver import Driver
 from tests.support.ptx.process import Compiling
-from tests.support.ptx.shards import ShardOnPtx
-from tests.support.shards import Memory, Shape
+from tests.support.ptx.shards import CPU, ShardOnPtx
+from tests.support.shards import Shape
 
 LAMB, LARS, CLIPPED = (case.rule for case in NORM_CASES)
 GROUPS: dict[str, dict[str, Any]] = {
@@ -51,16 +49,11 @@ FEW = ("LAMB in 8 bits", "three cuts", "chained states")  # in the interpreter, 
 FEW_ON_PTX = ("LAMB in 8 bits", "LARS", "clipped AdamW")  # every rule of the package; "three cuts" has four kernels
 
 
-def launched(shard: ShardOnPtx, backend: Backend) -> Memory:
-    numels = [*(member.numel for member in shard.shape.members), 0]
-    return shard.launch(AllPasses(backend, numels), torch.device("cpu"))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("row", [row if row in FEW else pytest.param(row, marks=pytest.mark.slow) for row in ROWS])
 def test_the_interpreter_has_the_bits_of_the_native_kernels(row: str) -> None:
     of, group, formats = ROWS[row]
-    shard = ShardOnPtx(SPECIAL, of, group, StepSpec(of.variant(group), *formats), GRADIENTS)
-    shard.assert_same(launched(shard, triton_backend), launched(shard, native_backend), row)
+    shard = ShardOnPtx(SPECIAL, of, group, Spec(passes_of(of.variant(group)), *formats), GRADIENTS)
+    shard.assert_same(shard.launch(triton_backend, CPU), shard.launch(native_backend, CPU), row)
 
 
 def in_rows(shapes: tuple[Shape, ...], rows: tuple[str, ...] = tuple(ROWS)) -> set[str]:
@@ -68,11 +61,11 @@ def in_rows(shapes: tuple[Shape, ...], rows: tuple[str, ...] = tuple(ROWS)) -> s
     for row in rows:
         of, group, formats = ROWS[row]
         for shape in shapes:
-            shard = ShardOnPtx(shape, of, group, StepSpec(of.variant(group), *formats), GRADIENTS)
-            expected = launched(shard, native_backend)
+            shard = ShardOnPtx(shape, of, group, Spec(passes_of(of.variant(group)), *formats), GRADIENTS)
+            expected = shard.launch(native_backend, CPU)
             with Driver() as driver:
                 shard.driver = driver
-                found = launched(shard, triton_backend)
+                found = shard.launch(triton_backend, CPU)
             shard.assert_same(found, expected, f"PTX: {row}")
             executed |= {each.ttir for each in driver.executed}
     return executed
@@ -89,27 +82,30 @@ def test_every_row_as_compiled(compiling: Compiling) -> None:
 
 def test_what_is_measured_is_what_gradients_norms_are() -> None:
     """LARS measures its gradient: to the last limb as the sums for clipping, Inf and NaN counted alike."""
-    part = pass_specs(StepSpec(LARS.variant(GROUPS["LARS"]), FP32, FP32))[0]
+    spec = Spec(passes_of(LARS.variant(GROUPS["LARS"])), FP32, FP32)
     for shape in (SHAPE, SPECIAL, replace(SHAPE, grads="heavy_tailed")):
         shape = replace(shape, factors=Factors(unscale=0.3))
-        shard = ShardOnPtx(shape, LARS, GROUPS["LARS"], StepSpec(LARS.variant(GROUPS["LARS"]), FP32, FP32), GRADIENTS)
+        shard = ShardOnPtx(shape, LARS, GROUPS["LARS"], spec, GRADIENTS)
         table = shard.gradients(shard.memory)
         expected, found = (new_totals(table.num_rows, torch.device("cpu")) for _ in range(2))
         native_backend.add_totals(FP32, table, shape.factors, expected)
         totals = torch.zeros(2, table.num_rows, COLUMNS, dtype=torch.int64)
         scalars = torch.nn.functional.pad(shard.scalars(), (0, 2))
-        native_backend.run_pass(part, shard.streams(shard.memory), table, scalars, shape.factors, None, totals)  # type: ignore[arg-type]
+        native_backend.run(spec, 0, shard.streams(shard.memory), Tables(table, scalars, shape.factors, totals=totals))
         found += totals[1]
         assert torch.equal(found, expected)
         assert np.any(totals[0].numpy())
 
 
-def test_rules_without_norms_keep_their_one_kernel() -> None:
+def test_rules_without_norms_have_one_pass() -> None:
+    """It writes all states and the param, rounds nothing early and measures nothing."""
     for case in CASES:
         for keywords in case.keywords:
             group = case.ours([torch.nn.Parameter(torch.zeros(1))], **keywords).param_groups[0]
-            spec = StepSpec(case.rule.variant(group), FP32, FP32)
-            assert pass_specs(spec) == (spec,)
+            variant = case.rule.variant(group)
+            (found,) = passes_of(variant)
+            assert (found.states, found.scalars, found.written) == (variant.states, variant.scalars, variant.states)
+            assert found.writes_param and not (found.rounded or found.measured or found.products)
 
 
 def test_where_rules_are_cut() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from shardopt.kernels import triton_reductions, triton_step
 from shardopt.kernels.formats import BF16, FP32, SIGNED8, UNSIGNED8
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
+from shardopt.rules.passes import passes_of
 from tests.kernels.test_kernels import ADAM_RULE, ADAMW, NASTY
 from tests.support.ptx.numbers import PtxError
 from tests.support.ptx.process import Compiling
@@ -93,7 +94,7 @@ FAULTS = {
 
 def in_kernel_with(name: str) -> None:
     fault = FAULTS[name]
-    spec = StepSpec(ADAM_RULE.variant(ADAMW), *fault.formats)
+    spec = Spec(passes_of(ADAM_RULE.variant(ADAMW)), *fault.formats)
     check_step(SHAPE, spec, ADAMW, ADAM_RULE)  # nothing is found where nothing is wrong
     kind, message = fault.found
     with pytest.raises(kind, match=message):
@@ -113,7 +114,7 @@ def in_kernel_with_contraction() -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, PtxError), match=r"differ|not known"):
         patch.setattr(triton_step.step_kernel, "run", run_contracted)
-        check_step(SHAPE, StepSpec(ADAM_RULE.variant(ADAMW), *PLAIN), ADAMW, ADAM_RULE)
+        check_step(SHAPE, Spec(passes_of(ADAM_RULE.variant(ADAMW)), *PLAIN), ADAMW, ADAM_RULE)
 
 
 def test_contraction_by_the_compiler_is_found(compiling: Compiling) -> None:
@@ -125,7 +126,7 @@ def in_launch_that_promises() -> None:
     with pytest.raises(PtxError, match="a misaligned load of 16 bytes"):
         check_step(
             replace(SHAPE, members=members),
-            StepSpec(ADAM_RULE.variant(ADAMW), *PLAIN),
+            Spec(passes_of(ADAM_RULE.variant(ADAMW)), *PLAIN),
             ADAMW,
             ADAM_RULE,
             is_aligned=True,

@@ -28,9 +28,10 @@ from shardopt.kernels.reductions import (
     sum_of_squares,
 )
 from shardopt.kernels.reductions import LARGEST as LARGEST_AT
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
 from shardopt.kernels.triton_reductions import add_to_row, row_of_block_sums
+from shardopt.rules.passes import passes_of
 from tests.support.cases import ADAM_KEYWORDS, CASES, GRADIENTS
 from tests.support.shards import BACKENDS, HandmadeShard, Member, Shape, bits, lone, scaled
 from tests.support.sweep import sweep
@@ -43,7 +44,7 @@ RTOL = 2.0**-21
 def shard_of(shape: Shape, grad: Format) -> HandmadeShard:
     case = CASES[0]
     group = case.ours([torch.nn.Parameter(torch.zeros(1))], **ADAM_KEYWORDS[0]).param_groups[0]
-    return HandmadeShard(shape, case.rule, group, StepSpec(case.rule.variant(group), FP32, grad), GRADIENTS)
+    return HandmadeShard(shape, case.rule, group, Spec(passes_of(case.rule.variant(group)), FP32, grad), GRADIENTS)
 
 
 def blocks_of(shard: HandmadeShard) -> list[np.ndarray]:

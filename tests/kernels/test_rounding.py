@@ -14,9 +14,10 @@ import torch
 from shardopt.kernels import native_backend
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
 from shardopt.kernels.launch import Backend
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import Factors, Streams
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import Streams, Tables
 from shardopt.rules import rule
+from shardopt.rules.passes import passes_of
 from tests.support.shards import BACKENDS, TRITON_DEVICE, Guarded, assert_same_bits, bits, lone
 from tests.support.without_gpu import sized
 
@@ -43,10 +44,10 @@ def cast(backend: Backend, patterns: torch.Tensor, to: Format) -> torch.Tensor:
     param = Guarded(gradients.num_blocks * 256, to.dtype)
     master = Guarded(gradients.num_blocks * 256, torch.float32)
     param, master = param.copy_to(values.device), master.copy_to(values.device)
-    spec = StepSpec(take_gradient.variant({}), to, FP32)
+    spec = Spec(passes_of(take_gradient.variant({})), to, FP32)
     scalars = torch.empty((1, 0), device=values.device)
     with np.errstate(all="ignore"):
-        backend.step(spec, Streams(param.inner, master.inner, ()), gradients, scalars, Factors())
+        backend.run(spec, 0, Streams(param.inner, master.inner, ()), Tables(gradients, scalars))
     assert_same_bits(master.inner[: len(values)], values, "master")
     return param.inner[: len(values)]
 
@@ -89,12 +90,12 @@ def test_nan_of_cuda(backend: Backend, device: torch.device) -> None:
 def test_widening_is_exact(source: Format) -> None:
     """Every 16-bit pattern as a gradient, against torch's cast to fp32."""
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(source.dtype)
-    spec = StepSpec(take_gradient.variant({}), FP32, source)
+    spec = Spec(passes_of(take_gradient.variant({})), FP32, source)
     for backend, device in BACKENDS:
         gradients, _grad = lone(grad.to(device), source)
         param = torch.zeros(len(grad), device=device)
         with np.errstate(all="ignore"):
-            backend.step(spec, Streams(param, None, ()), gradients, torch.empty((1, 0), device=device), Factors())
+            backend.run(spec, 0, Streams(param, None, ()), Tables(gradients, torch.empty((1, 0), device=device)))
         assert_same_bits(param.cpu(), grad.float(), type(backend).__name__)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardopt import ShardedOptimizer
 from shardopt.kernels import native_backend
-from shardopt.kernels.tables import Factors
+from shardopt.kernels.tables import Tables
 from shardopt.optim.like import recipe
 from shardopt.partition.comm import reduce_scatter as scatter
 from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
@@ -30,7 +30,7 @@ from shardopt.step.launches import Launch, scalars_of
 from tests.support.cases import Case, Keywords
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
-STEP = native_backend.step
+STEP = native_backend.run
 NUMBERS = step_module.plain_numbers
 SCALARS = scalars_of
 SUM_INTO = scatter.sum_into
@@ -43,9 +43,10 @@ def does_nothing(*_: Any) -> None:
     pass
 
 
-def summed(spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Factors, *noise: Any) -> None:
+def summed(spec: Any, number: int, streams: Any, tables: Tables) -> None:
     """Gradients summed over two ranks where the mean is meant."""
-    STEP(spec, streams, gradients, scalars, factors._replace(unscale=factors.unscale * 2), *noise)
+    factors = tables.factors._replace(unscale=tables.factors.unscale * 2)
+    STEP(spec, number, streams, tables._replace(factors=factors))
 
 
 def last_rank_idle(*arguments: Any) -> None:
@@ -58,9 +59,9 @@ def nothing_gathered(*_: Any) -> AllGather:
     return AllGather(lambda window: lambda: None)
 
 
-def zeroes_second_moment(spec: Any, streams: Any, *arguments: Any) -> None:
-    STEP(spec, streams, *arguments)
-    for name, state in zip(spec.variant.states, streams.states, strict=True):
+def zeroes_second_moment(spec: Any, number: int, streams: Any, tables: Tables) -> None:
+    STEP(spec, number, streams, tables)
+    for name, state in zip(spec.names, streams.states, strict=True):
         if name in SECOND_MOMENTS:
             state.zero_()
 
@@ -157,13 +158,13 @@ def adds_another_bucket(self: DeviceSum, buffer: Any, add: bool) -> Any:
 
 
 CHEATS: dict[str, Any] = {
-    "a step that does nothing": patch.object(native_backend, "step", does_nothing),
+    "a step that does nothing": patch.object(native_backend, "run", does_nothing),
     "twice the learning rate": patch.object(step_module, "plain_numbers", twice_the_learning_rate),
     "learning rate off by 1e-4": patch.object(step_module, "plain_numbers", slightly_larger_learning_rate),
-    "gradients summed": patch.object(native_backend, "step", summed),
-    "one shard not updated": patch.object(native_backend, "step", last_rank_idle),
+    "gradients summed": patch.object(native_backend, "run", summed),
+    "one shard not updated": patch.object(native_backend, "run", last_rank_idle),
     "gather dropped": patch.object(Transport, "all_gather", nothing_gathered),
-    "second moment zeroed": patch.object(native_backend, "step", zeroes_second_moment),
+    "second moment zeroed": patch.object(native_backend, "run", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
     "step off by one": patch.object(survey_module, "scalars_of", counts_one_too_many),
 }

@@ -40,8 +40,9 @@ from shardopt.kernels.formats import (
 )
 from shardopt.kernels.products import MarginPiece, geometry_of
 from shardopt.kernels.reductions import new_totals
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams, Tables
+from shardopt.rules.passes import passes_of
 from tests.support.cases import CASES
 from tests.support.machine_code import read
 from tests.support.no_driver import NoDriver
@@ -60,31 +61,31 @@ MARGIN_KERNELS = (
 )
 
 
-def specs() -> Iterator[tuple[str, StepSpec, bool]]:
+def specs() -> Iterator[tuple[str, Spec, bool]]:
     """Every rule with most of its flags on, in fp32 and in the fewest bytes; AdamW plain and in all formats, gradients
     aligned and not.
     """
     for case in CASES:
         group = case.ours([torch.nn.Parameter(torch.zeros(1))], **case.keywords[-1]).param_groups[0]
         variant = case.rule.variant(group)
-        yield case.name, StepSpec(variant, FP32, FP32), True
+        yield case.name, Spec(passes_of(variant), FP32, FP32), True
         least = {"fp32": FP32, "bf16": BF16_DITHERED}
         states = [
             least.get(case.rule.tolerates(name), UNSIGNED8 if name in case.rule.nonnegative else SIGNED8)
             for name in variant.states
         ]
-        yield f"{case.name} kept", StepSpec(variant, BF16_RANDOM, BF16, None, tuple(states)), True
+        yield f"{case.name} kept", Spec(passes_of(variant), BF16_RANDOM, BF16, None, tuple(states)), True
     plain = CASES[0].rule.variant({**group_of_adamw(), "amsgrad": False})
     for param in (FP32, BF16, FP16):
         for grad in (FP32, BF16, FP16):
-            yield "AdamW plain", StepSpec(plain, param, grad), True
+            yield "AdamW plain", Spec(passes_of(plain), param, grad), True
     for param, master in ((FP32, FP32), (BF16, FP32), (BF16, SPLIT), (BF16, SPLIT24), (BF16_RANDOM, None)):
         for states in ((FP32, FP32), (SIGNED8, UNSIGNED8), (BF16, BF16_DITHERED)):
             if master is FP32 and states == (FP32, FP32):
                 continue  # above
-            yield "AdamW kept", StepSpec(plain, param, BF16 if param is not FP32 else FP32, master, states), True
-    yield "AdamW plain", StepSpec(plain, FP32, FP32), False
-    yield "AdamW plain", StepSpec(plain, BF16, BF16), False
+            yield "AdamW kept", Spec(passes_of(plain), param, BF16 if param is not FP32 else FP32, master, states), True
+    yield "AdamW plain", Spec(passes_of(plain), FP32, FP32), False
+    yield "AdamW plain", Spec(passes_of(plain), BF16, BF16), False
 
 
 def group_of_adamw() -> dict[str, Any]:
@@ -100,7 +101,7 @@ def quotients_alone(source_ptr, target_ptr, divisor, BLOCK: tl.constexpr):
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
-def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel) -> Any:
+def compile_step(spec: Spec, aligned: bool, target: GPUTarget, kernel: Any = triton_step.step_kernel) -> Any:
     """Of a launch over one block."""
     streams = Streams(
         stream(spec.param.storage).view(spec.param.dtype),
@@ -108,11 +109,11 @@ def compile_step(spec: StepSpec, aligned: bool, target: GPUTarget, kernel: Any =
         tuple(stream(each.storage) for each in spec.states),
         tuple(stream(torch.float32) if isinstance(each, BlockFormat) else None for each in spec.states),
     )
-    scalars = torch.zeros(1, len(spec.variant.scalars))
+    scalars = torch.zeros(1, len(spec.scalars))
     noise = torch.zeros(1, 4, dtype=torch.int32) if spec.needs_noise else None
     with patch.object(triton_step, "step_kernel", kernel):
         return compiled_by(
-            kernel, target, lambda: triton_step.step(spec, streams, tables(aligned), scalars, Factors(), noise)
+            kernel, target, lambda: triton_step.run(spec, 0, streams, Tables(tables(aligned), scalars, noise=noise))
         )
 
 
@@ -290,7 +291,7 @@ def launch_facts() -> dict[str, Any]:
     """Launches of every size with every number changed: how many kernels, which grids."""
     triton.runtime.driver.set_active(TargetDriver(TARGETS["sm_90"]))
     case = CASES[0]
-    spec = StepSpec(case.rule.variant(group_of_adamw()), BF16, BF16)
+    spec = Spec(passes_of(case.rule.variant(group_of_adamw())), BF16, BF16)
     steps, sums = Launches(triton_step.step_kernel), Launches(triton_reductions.totals_kernel)
     counts = Launches(triton_reductions.count_nonfinite_kernel)
     sizes = [1, 2, 3, 4, 5, 16, 17, 1024, 4096]
@@ -303,16 +304,16 @@ def launch_facts() -> dict[str, Any]:
         gradients = Gradients(
             torch.zeros(num_blocks, dtype=torch.int32), torch.zeros((num_rows, 2), dtype=torch.int64), True
         )
-        scalars = torch.full((num_rows, len(spec.variant.scalars)), float(index))
+        scalars = torch.full((num_rows, len(spec.scalars)), float(index))
         # With a float at first, then with ints too.
         factors = Factors() if index == 0 else Factors(1, 2.0**-index, 1 + index)
-        triton_backend.step(spec, streams, gradients, scalars, factors)
+        triton_backend.run(spec, 0, streams, Tables(gradients, scalars, factors))
         totals = new_totals(num_rows, torch.device("cpu"))
         triton_backend.add_totals(BF16, gradients, factors._replace(divisor=1.0 if index == 0 else 1 + index), totals)
         triton_backend.count_nonfinite(BF16, gradients, torch.zeros(1, dtype=torch.int64))
     return {
         "sizes": sizes,
-        "blocks_per_program": triton_step.BLOCKS_PER_PROGRAM,
+        "blocks_per_program": 1,
         "blocks_summed_per_program": triton_reductions.BLOCKS_PER_PROGRAM,
         "step_grids": steps.grids,
         "sums_grids": sums.grids,
@@ -324,13 +325,13 @@ def launch_facts() -> dict[str, Any]:
     }
 
 
-def label_of(label: str, spec: StepSpec, aligned: bool) -> str:
+def label_of(label: str, spec: Spec, aligned: bool) -> str:
     kept = [] if "kept" not in label else [spec.master, *spec.states]
     names = [spec.param.name, spec.grad.name, *("-" if each is None else each.name for each in kept)]
     return " ".join([label, *names, *["unaligned"][aligned:]])
 
 
-def itemsizes(spec: StepSpec, verb: str, aligned: bool) -> list[int]:
+def itemsizes(spec: Spec, verb: str, aligned: bool) -> list[int]:
     """Bytes of an element of every stream that one pass reads or writes whole."""
     found = [each.itemsize for each in spec.states]
     if spec.has_master and spec.master is not None:
@@ -342,7 +343,7 @@ def itemsizes(spec: StepSpec, verb: str, aligned: bool) -> list[int]:
     return found
 
 
-def drawn(name: str, whole: bool) -> list[tuple[str, StepSpec, bool]]:
+def drawn(name: str, whole: bool) -> list[tuple[str, Spec, bool]]:
     """All specs; or every third one, so that each is compiled for one target, and what AdamW is in fp32 for all."""
     first = list(TARGETS).index(name)
     return [each for number, each in enumerate(specs()) if whole or number == 0 or number % len(TARGETS) == first]
@@ -369,7 +370,7 @@ def facts_of(name: str, whole: bool) -> dict[str, Any]:
             {
                 "label": label_of(label, spec, aligned),
                 "target": name,
-                "elements": triton_step.BLOCKS_PER_PROGRAM * BLOCK // threads,  # a thread
+                "elements": BLOCK // threads,  # a thread
                 "streams": {verb: itemsizes(spec, verb, aligned) for verb in ("load", "store")},
                 "scales": sum(isinstance(each, BlockFormat) for each in spec.states),
                 **facts(compile_step(spec, aligned, target), target),

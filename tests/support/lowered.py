@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from triton.runtime import driver as drivers
 
-from shardopt.kernels import triton_reductions, triton_step
+from shardopt.kernels import triton_reductions
 from shardopt.kernels.formats import BF16, FP16, FP32, Format
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 
 from .compile_targets import TARGETS, compile_reduction, compile_step, label_of, specs
 from .machine_code import main_path, read, units
@@ -19,7 +19,7 @@ class Lowered(NamedTuple):
     """A kernel, and what of its machine code counts."""
 
     label: str
-    of: StepSpec | Format  # of a step; of the gradients that a reduction reads
+    of: Spec | Format  # of a step; of the gradients that a reduction reads
     blocks: int  # that a program takes
     registers: int  # of a lane
     units: dict[str, int]  # instructions of a warp on the main path, by the unit that executes them
@@ -32,7 +32,7 @@ def lowered_kernels(is_wanted: Callable[[str], bool] = lambda label: True) -> It
         for named, spec, aligned in specs():
             label = label_of(named, spec, aligned)
             if is_wanted(label):
-                found.append((label, spec, triton_step.BLOCKS_PER_PROGRAM, compile_step(spec, aligned, TARGET)))
+                found.append((label, spec, 1, compile_step(spec, aligned, TARGET)))
         for kernel in (triton_reductions.totals_kernel, triton_reductions.count_nonfinite_kernel):
             for grad in (FP32, BF16, FP16):
                 label = f"{kernel.fn.__name__} {grad.name}"

@@ -1,6 +1,6 @@
 """Rules that look at whole params: those of the package beside plain torch, and rules of a user's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from shardopt import ShardedAdamW, ShardedLAMB, ShardedLARS, ShardedOptimizer
-from shardopt.kernels.launch import Backend
 from shardopt.rules import Value, max_abs, mean_square, norm, rule, sqrt
 from shardopt.rules.lamb import lamb
 from shardopt.rules.lars import lars
 from shardopt.rules.rule import Rule
 from shardopt.rules.stable_adamw import stable_adamw
-from shardopt.tools.one_shard import run_alone
 
 
 class LAMB(torch.optim.Optimizer):
@@ -209,13 +207,3 @@ def chained_states(param: Value, grad: Value, state: Value, s: Value) -> Value:
     state.first = s.beta * state.first + grad
     state.second = s.beta * state.second + state.first
     return param - s.lr * (state.first + state.second) / (max_abs(state.first + state.second) + 1e-6)
-
-
-class AllPasses:
-    """A backend whose ``step`` takes all passes of a rule, for shards that hold their params whole."""
-
-    def __init__(self, backend: Backend, numels: Sequence[int]) -> None:
-        self.backend, self.numels = backend, numels
-
-    def step(self, *arguments: Any) -> None:
-        run_alone(self.backend, *arguments, self.numels)

@@ -18,9 +18,10 @@ from torch import Tensor
 from shardopt.kernels import native_backend, triton_backend
 from shardopt.kernels.formats import FP32, BlockFormat, Format
 from shardopt.kernels.launch import Backend
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams, Tables
 from shardopt.rules.rule import Rule
+from shardopt.tools.one_shard import run_alone
 from tests.support.number_formats import (
     decode_blocks,
     encode_blocks,
@@ -133,7 +134,7 @@ class HandmadeShard:
     shape: Shape
     rule: Rule
     group: dict[str, Any]
-    spec: StepSpec
+    spec: Spec
     draws: dict[str, Draw]  # of gradients, by name
     memory: Memory = field(init=False)
     starts: list[int] = field(init=False)  # first element of each member in the shard
@@ -151,7 +152,7 @@ class HandmadeShard:
         if not math.isnan(self.shape.padding):
             for stream in self.memory.streams().values():
                 stream.inner.fill_(self.shape.padding)
-        for name in ("param", *["master"][: self.spec.has_master], *self.spec.variant.states):
+        for name in ("param", *["master"][: self.spec.has_master], *self.spec.names):
             for row, member in enumerate(self.shape.members):
                 values = 3 * torch.randn(member.numel, generator=generator, dtype=torch.float64)
                 if name != "param" and self.shape.grads != "integers":
@@ -166,7 +167,7 @@ class HandmadeShard:
 
     def _allocate(self) -> Memory:
         numel, spec = self.num_blocks * BLOCK, self.spec
-        states = dict(zip(spec.variant.states, spec.states, strict=True))
+        states = dict(zip(spec.names, spec.states, strict=True))
         return Memory(
             Guarded(numel, spec.param.dtype),
             Guarded(numel, spec.master.dtype) if spec.has_master and spec.master is not None else None,
@@ -184,7 +185,7 @@ class HandmadeShard:
             found = self.spec.param if name == "param" else self.spec.master
             assert found is not None
             return found
-        return self.spec.states[self.spec.variant.states.index(name)]
+        return self.spec.states[self.spec.names.index(name)]
 
     def _items(self, memory: Memory, row: int, name: str) -> Tensor:
         """Of one member in one stream."""
@@ -214,7 +215,7 @@ class HandmadeShard:
             items.copy_(torch.from_numpy(values))
 
     def _place(self, name: str) -> int:
-        return self.spec.variant.states.index(name) if name in self.spec.variant.states else 0
+        return self.spec.names.index(name) if name in self.spec.names else 0
 
     def _kept(self, memory: Memory, row: int, name: str) -> Array:
         """What :meth:`_keep` kept, in fp32."""
@@ -246,7 +247,7 @@ class HandmadeShard:
 
     def scalars(self) -> Tensor:
         """2D [num_rows, num_scalars] fp32; NaN in the rows that nothing may read."""
-        table = np.full((len(self.shape.members) + 1, len(self.spec.variant.scalars)), np.nan, np.float32)
+        table = np.full((len(self.shape.members) + 1, len(self.rule.variant(self.group).scalars)), np.nan, np.float32)
         for row, member in enumerate(self.shape.members):
             if not member.skipped:
                 group = self.member_group(member)
@@ -262,6 +263,14 @@ class HandmadeShard:
         table = np.array([*rows, [0, 0, 0, 0]], np.int64).astype(np.int32)  # modulo 2**32
         return torch.from_numpy(table).to(device)
 
+    def products(self) -> Tensor | None:
+        """The table of what a factored rule reads."""
+        return None
+
+    def numels(self) -> list[int]:
+        """Elements of the param of each row, for rules that take norms: this shard has all of them."""
+        return [*(member.numel for member in self.shape.members), 0]
+
     def streams(self, memory: Memory) -> Streams:
         return Streams(
             memory.param.inner,
@@ -271,13 +280,13 @@ class HandmadeShard:
         )
 
     def launch(self, backend: Backend, device: torch.device) -> Memory:
-        """One launch on a copy of the buffers; asserts that nothing but this shard's active blocks was written."""
+        """One step on a copy of the buffers; asserts that nothing but this shard's active blocks was written."""
         memory = self.memory.copy_to(device)
         streams = self.streams(memory)
-        gradients = self.gradients(memory)
-        scalars = self.scalars().to(device)
+        scalars, noise = self.scalars().to(device), self.noise(device)
+        tables = Tables(self.gradients(memory), scalars, self.shape.factors, noise, self.products())
         with np.errstate(all="ignore"):  # the interpreter computes with NumPy
-            backend.step(self.spec, streams, gradients, scalars, self.shape.factors, self.noise(device))
+            run_alone(backend, self.spec, streams, tables, self.numels())
         after = memory.copy_to(torch.device("cpu"))
         for name, stream in after.streams().items():
             stream.assert_guards(name)

@@ -4,7 +4,7 @@
 
     with Driver() as driver:                       # launches of Triton's kernels are compiled for sm_90 and executed
         driver.memory.allow(grad)                  # what a kernel reaches through an address in a table
-        triton_backend.step(spec, streams, ...)    # on CPU tensors
+        triton_backend.run(spec, 0, streams, ...)  # on CPU tensors
 
 ``text.py`` reads PTX, ``numbers.py`` has its kinds of numbers and ``operations.py`` its arithmetic as tables,
 ``memory.py`` global and shared memory, ``registers.py`` the registers of all threads; ``machine.py`` executes a grid,

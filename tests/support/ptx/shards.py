@@ -9,8 +9,9 @@ import torch
 from shardopt.kernels import native_backend, triton_backend
 from shardopt.kernels.formats import FP32, Format
 from shardopt.kernels.reductions import LARGEST, LIMBS, NONFINITE, new_totals
-from shardopt.kernels.spec import StepSpec
-from shardopt.kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, joined_blocks, noise_from
+from shardopt.kernels.spec import Spec
+from shardopt.kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, Tables, joined_blocks, noise_from
+from shardopt.rules.passes import passes_of
 from shardopt.rules.rule import Rule
 from tests.support.cases import CASES, GRADIENTS
 from tests.support.shards import HandmadeShard, Memory, Shape
@@ -38,7 +39,7 @@ class ShardOnPtx(HandmadeShard):
 
 
 def check_step(
-    shape: Shape, spec: StepSpec, group: dict[str, Any], of: Rule, is_aligned: bool | None = None, **options: Any
+    shape: Shape, spec: Spec, group: dict[str, Any], of: Rule, is_aligned: bool | None = None, **options: Any
 ) -> Driver:
     """Compares all that a step writes. ``options`` are the driver's."""
     shard = ShardOnPtx(shape, of, group, spec, GRADIENTS)
@@ -50,7 +51,7 @@ def check_step(
     return driver
 
 
-def check_joined(shapes: Sequence[Shape], spec: StepSpec, group: dict[str, Any], of: Rule) -> None:
+def check_joined(shapes: Sequence[Shape], spec: Spec, group: dict[str, Any], of: Rule) -> None:
     """Compares one launch over several shards with one for each; between them lies one that nothing is updated in."""
     shards = [ShardOnPtx(shape, of, group, spec, GRADIENTS) for shape in shapes]
     expected = [shard.launch(native_backend, CPU) for shard in shards]
@@ -72,21 +73,16 @@ def check_joined(shapes: Sequence[Shape], spec: StepSpec, group: dict[str, Any],
             noise.insert(1, torch.zeros(2, 4, dtype=torch.int32))
             firsts = [sum(blocks[:index]) * BLOCK for index in range(len(blocks))]
             noise = [noise_from(each, -first) for each, first in zip(noise, firsts, strict=True)]
-        triton_backend.step(
-            spec,
-            JoinedStreams(streams, blocks, rows),
-            Gradients.joined(tables, spec.grad.itemsize, row_of_block),
-            torch.cat(scalars),
-            shapes[0].factors,
-            torch.cat(noise) if noise else None,
-        )
+        joined = Gradients.joined(tables, spec.grad.itemsize, row_of_block)
+        told = Tables(joined, torch.cat(scalars), shapes[0].factors, torch.cat(noise) if noise else None)
+        triton_backend.run(spec, 0, JoinedStreams(streams, blocks, rows), told)
     for shard, memory, alone in zip(shards, memories, expected, strict=True):
         shard.assert_same(memory, alone, "joined")
     assert len(driver.executed) == 1
 
 
 def check_reductions(shape: Shape, grad: Format, **options: Any) -> Driver:
-    shard = ShardOnPtx(shape, RULE, GROUP, StepSpec(RULE.variant(GROUP), FP32, grad), GRADIENTS)
+    shard = ShardOnPtx(shape, RULE, GROUP, Spec(passes_of(RULE.variant(GROUP)), FP32, grad), GRADIENTS)
     with Driver(**options) as driver:
         shard.driver = driver
         gradients = shard.gradients(shard.memory)

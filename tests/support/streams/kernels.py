@@ -14,14 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardopt.kernels import native_backend, triton_margins, triton_pass, triton_reductions, triton_step
-from shardopt.kernels.formats import BlockFormat, Format, format_of
-from shardopt.kernels.native_pass import SUMS, compile_pass
+from shardopt.kernels import native_backend, triton_margins, triton_reductions, triton_step
+from shardopt.kernels.formats import Format, format_of
 from shardopt.kernels.native_reductions import compile_count_nonfinite
-from shardopt.kernels.native_step import compile_step
-from shardopt.kernels.pass_spec import PassSpec
+from shardopt.kernels.native_step import SUMS, compile_step
 from shardopt.kernels.products import INNER, OUTER, MarginPiece
-from shardopt.kernels.spec import StepSpec
+from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
 
 from .book import Book, Span, span
@@ -76,38 +74,9 @@ def _values(table: Tensor) -> Any:
         return torch._C.TensorBase.numpy(table)
 
 
-def _step(book: Book, *arguments: Any, spec: StepSpec, **_: Any) -> None:
-    streams, next_row, row_of_block, rows, scalars, noise, _, unscale, clip = arguments
-    table, used = _values(streams), Rows(row_of_block, rows)
-    kinds = [spec.param.itemsize, spec.master.itemsize if spec.has_master and spec.master else 0]
-    kinds += [each.itemsize for each in spec.states]
-    has_scales = [isinstance(each, BlockFormat) for each in spec.states]
-    writes: list[Span] = []
-    for first, last, row in used.runs:
-        at = table[row if next_row else 0].tolist()
-        own, scales = at[: len(kinds)], [each for each, has in zip(at[len(kinds) :], has_scales, strict=True) if has]
-        compile_step(spec)(
-            first,
-            last,
-            *(each.data_ptr() for each in (row_of_block, rows, scalars, noise)),
-            np.float32(unscale),
-            np.float32(clip),
-            *(each for each, kind in zip(own, kinds, strict=True) if kind),
-            *scales,
-        )
-        writes += [
-            (each + first * BLOCK * kind, each + last * BLOCK * kind) for each, kind in zip(own, kinds, strict=True)
-        ]
-        writes += [(each + first * 4, each + last * 4) for each in scales]
-    tables = map(span, (row_of_block, rows, scalars, noise, streams))
-    writes = [each for each in writes if each[0] < each[1]]
-    book.act("step_kernel", [*tables, *used.gradients(spec.grad.itemsize)], writes)
-    book.counts.note(KERNELS)
-
-
-def _pass(book: Book, *arguments: Any, spec: PassSpec, **_: Any) -> None:
+def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> None:
     streams, next_row, row_of_block, rows, scalars, noise, products, totals, _, _, unscale, clip = arguments
-    table, used, part = _values(streams), Rows(row_of_block, rows), spec.variant
+    table, used, part = _values(streams), Rows(row_of_block, rows), spec.passes[number]
     own = [each for each in (spec.param, spec.master if spec.has_master else None) if each is not None]
     writes: list[Span] = []
     for first, last, row in used.runs:
@@ -115,7 +84,7 @@ def _pass(book: Book, *arguments: Any, spec: PassSpec, **_: Any) -> None:
         scales_at = dict(zip(part.states, at[2 + len(part.states) :], strict=True))
         sums = [native_backend.zero_sums(last - first) for _ in part.measured]
         columns = [getattr(each, name) for each in sums for name in SUMS]
-        compile_pass(spec)(
+        compile_step(spec, number)(
             first,
             last,
             *(each.data_ptr() for each in (row_of_block, rows, scalars, noise)),
@@ -141,7 +110,7 @@ def _pass(book: Book, *arguments: Any, spec: PassSpec, **_: Any) -> None:
         places = _values(products)[used.numbers][:, [OUTER, INNER]].ravel().tolist()
         reads += [(at, at + 4) for at in places]
     writes += [span(totals)] * bool(part.measured)
-    book.act("pass_kernel", reads, [each for each in writes if each[0] < each[1]])
+    book.act("step_kernel", reads, [each for each in writes if each[0] < each[1]])
     book.counts.note(KERNELS)
 
 
@@ -191,7 +160,6 @@ def carried_out(book: Book) -> Iterator[None]:
     """Within, launches of the Triton backend are carried out, and what the native backend does is the host's."""
     kernels = {
         (triton_step, "step_kernel"): _step,
-        (triton_pass, "pass_kernel"): _pass,
         (triton_reductions, "totals_kernel"): _totals,
         (triton_reductions, "count_nonfinite_kernel"): _count_nonfinite,
     }
@@ -201,9 +169,8 @@ def carried_out(book: Book) -> Iterator[None]:
             stack.enter_context(patch.object(module, name, kernel))
         margin_sums = partial(_margin_sums, book)
         stack.enter_context(patch.object(triton_margins, "_launch", margin_sums))  # two kernels of them, or three
-        stack.enter_context(patch.object(triton_step, "constants", lambda spec, aligned: {"spec": spec}))
-        stack.enter_context(patch.object(triton_pass, "pass_constants", lambda spec, aligned: {"spec": spec}))
-        stack.enter_context(patch.object(triton_step, "prepare", lambda *_: None))
+        named = lambda spec, number, aligned: {"spec": spec, "number": number}  # noqa: E731
+        stack.enter_context(patch.object(triton_step, "constants", named))
         stack.enter_context(_host_steps(book))
         yield
 
@@ -211,27 +178,17 @@ def carried_out(book: Book) -> Iterator[None]:
 @contextmanager
 def _host_steps(book: Book) -> Iterator[None]:
     """Updates on the CPU are the host's own."""
-    step = native_backend.step
+    run = native_backend.run
 
-    def on_host(spec: Any, streams: Any, gradients: Any, scalars: Any, factors: Any, noise: Any = None) -> None:
-        step(spec, streams, gradients, scalars, factors, noise)
-        used = Rows(gradients.row_of_block, gradients.rows)
-        own = [each for each in (streams.param, streams.master, *streams.states) if each is not None]
-        writes = [each for stream in own for each in used.of(stream)]
-        writes += [each for scale in streams.scales if scale is not None for each in used.of(scale, BLOCK)]
-        book.act("an update on the CPU", used.gradients(spec.grad.itemsize), writes, book.host)
-
-    run_pass = native_backend.run_pass
-
-    def pass_on_host(spec: PassSpec, streams: Any, gradients: Any, *arguments: Any) -> None:
-        run_pass(spec, streams, gradients, *arguments)
-        used, part = Rows(gradients.row_of_block, gradients.rows), spec.variant
+    def on_host(spec: Spec, number: int, streams: Any, tables: Any) -> None:
+        run(spec, number, streams, tables)
+        used, part = Rows(tables.gradients.row_of_block, tables.gradients.rows), spec.passes[number]
         own = [each for each in (streams.param, streams.master) if each is not None] if part.writes_param else []
         places = [index for index, name in enumerate(part.states) if name in part.written]
         writes = [each for stream in (*own, *(streams.states[index] for index in places)) for each in used.of(stream)]
         scales = [streams.scale(index) for index in places]
         writes += [each for scale in scales if scale is not None for each in used.of(scale, BLOCK)]
-        book.act("a pass on the CPU", used.gradients(spec.grad.itemsize), writes, book.host)
+        book.act("an update on the CPU", used.gradients(spec.grad.itemsize), writes, book.host)
 
-    with patch.object(native_backend, "step", on_host), patch.object(native_backend, "run_pass", pass_on_host):
+    with patch.object(native_backend, "run", on_host):
         yield

@@ -1,0 +1,155 @@
+"""The text of a native kernel that loads and stores a shard's streams, by their formats.
+
+A state in 8 bits cannot be stored before its block's scale is known. So a loop over the block puts its new values on
+the stack and finds the largest; behind it stand the lines of ``scale``; the next loop reads the values back, and
+encodes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .formats import GOLDEN, BlockFormat
+from .tables import BLOCK
+
+if TYPE_CHECKING:
+    from .formats import Format
+    from .spec import Spec
+
+_PARAM, _MASTER, _FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
+_HALF = "i32(-2147483648)"  # of 32 bits
+
+
+@dataclass
+class State:
+    """One state of a pass: how it is loaded, what it becomes, how it is stored."""
+
+    name: str
+    is_rounded: bool
+    is_written: bool
+    load: str
+    restart: list[str] = field(default_factory=list)  # before each loop over the elements of a block
+    advance: list[str] = field(default_factory=list)  # to the next element's noise
+    narrow: str = ""  # of the value
+    widen: str = ""  # of what it was narrowed to
+    store: str = ""
+    # In 8 bits:
+    once: list[str] = field(default_factory=list)
+    block: list[str] = field(default_factory=list)  # before a block's elements
+    keep: list[str] = field(default_factory=list)  # puts a new value on the stack
+    scale: list[str] = field(default_factory=list)  # between two loops
+    reread: list[str] = field(default_factory=list)
+    depth: int = 0  # the loop, from 1 on, that finds its new values
+
+    @property
+    def value(self) -> str:
+        """The variable of the kernel that has its value."""
+        return f"state_{self.name}"
+
+    @property
+    def is_block(self) -> bool:
+        """True if its new values are found by a loop of their own."""
+        return bool(self.scale)
+
+
+def pointers_of(spec: Spec) -> list[str]:
+    """Returns the names of the kernel's arguments that are addresses of streams."""
+    formats = zip(spec.names, spec.states, strict=True)
+    scales = [f"{name}_scales_at" for name, format in formats if isinstance(format, BlockFormat)]
+    return ["param_at", *["master_at"][: spec.has_master], *(f"{name}_at" for name in spec.names), *scales]
+
+
+def param_lines(spec: Spec) -> tuple[list[str], list[str]]:
+    """Returns the loads and the stores of the value that is updated: param, master, or both halves of a master."""
+    if not spec.has_master:
+        return [f"param = {_loaded('param_at', spec.param, _PARAM)}"], [_stored("param_at", spec.param, _PARAM)]
+    assert spec.master is not None
+    name = spec.master.name
+    if not spec.reads_param:
+        stores = [_stored("master_at", spec.master, _MASTER), _stored("param_at", spec.param, _PARAM)]
+        return [f"param = {_loaded('master_at', spec.master, _MASTER)}"], stores
+    kind = {"split": "i16", "split24": "i8"}[name]
+    load = f"param = join_{name}(load_u16(param_at, i, {_PARAM}), load_{kind}(master_at, i, {_MASTER}))"
+    return [load], [
+        f"master_bits = rounded_{name}(param)",
+        f"store_u16(param_at, i, upper_{name}(master_bits), {_PARAM})",
+        f"store_{kind}(master_at, i, rest_{name}(master_bits), {_MASTER})",
+    ]
+
+
+def _kept_in(format: Format) -> str:
+    return format.name if format.rounding == "nearest" else "bf16"
+
+
+def _loaded(at: str, format: Format, stream: int) -> str:
+    return f"widen_{_kept_in(format)}(load_{_kept_in(format)}({at}, i, {stream}))"
+
+
+def _stored(at: str, format: Format, stream: int) -> str:
+    if format.rounding == "random":
+        return f"store_bf16({at}, i, narrow_bf16_up(param, {_drawn(stream)}), {stream})"
+    return f"store_{format.name}({at}, i, narrow_{format.name}(param), {stream})"
+
+
+def _drawn(stream: int) -> str:
+    return f"draw(add(i32(i), first_element), key, other_key, {stream})"
+
+
+def state_of(spec: Spec, number: int, index: int) -> State:
+    """Returns state ``index`` as pass ``number`` has it."""
+    part, name, format, stream = spec.passes[number], spec.names[index], spec.states[index], _FIRST_STATE + index
+    state = State(name, name in part.rounded, name in part.written, "")
+    if isinstance(format, BlockFormat):
+        _fill_block_state(state, format, stream, stream + len(spec.states))
+        return state
+    state.load = f"{state.value} = {_loaded(f'{name}_at', format, stream)}"
+    if state.is_rounded or state.is_written:
+        kept = _kept_in(format)
+        state.narrow = f"narrow_{kept}({state.value})"
+        if format.rounding != "nearest":
+            state.narrow = f"narrow_bf16_up({state.value}, {_noise_bits(state, format, stream)})"
+        state.widen = f"widen_{kept}(kept_{name})"
+        state.store = f"store_{kept}({name}_at, i, kept_{name}, {stream})"
+    return state
+
+
+def _noise_bits(state: State, format: Format, stream: int) -> str:
+    """Returns an expression of 32 bits that are added before lower bits are cut off."""
+    if format.rounding == "random":
+        return _drawn(stream)
+    if format.rounding == "nearest":
+        return _HALF
+    # One addition leads from element to element; LLVM does not find that by itself.
+    state.restart = [f"{state.value}_dither = dither(add(i32(start), first_element), phase, {stream})"]
+    state.advance = [f"{state.value}_dither = add({state.value}_dither, i32({GOLDEN}))"]
+    return f"{state.value}_dither"
+
+
+def _fill_block_state(state: State, format: BlockFormat, stream: int, new_stream: int) -> None:
+    # Formats that have a sign differ by these numbers alone, and so do those without one.
+    word = "signed8" if format.has_sign else "unsigned8"
+    numbers = f"{format.shift}, {format.offset_bits}, {format.offset!r}"
+    name, value = state.name, state.value
+    state.load = f"{value} = decode_{word}(load_u8({name}_at, i, {stream}), {name}_scale, {numbers})"
+    state.block = [f"{name}_scale = load_f32({name}_scales_at, block, TABLE)"]
+    if not (state.is_rounded or state.is_written):
+        return
+    state.once = [f"{name}_new = scratch_i32({BLOCK})"]
+    state.block.append(f"{name}_largest = i32(0)")
+    state.keep = [
+        f"store_f32({name}_new, i - start, {value}, {new_stream})",
+        f"{name}_largest = larger({name}_largest, magnitude_{word}({value}))",
+    ]
+    state.scale = [
+        f"{name}_new_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
+        f"{name}_inverse = inverse_of({name}_new_scale)",
+        f"{name}_least = least_of({name}_largest)",
+    ]
+    if state.is_written:
+        state.scale.append(f"store_f32({name}_scales_at, block, {name}_new_scale, TABLE)")
+    state.reread = [f"{value} = load_f32({name}_new, i - start, {new_stream})"]
+    noise = _noise_bits(state, format, stream)
+    state.narrow = f"encode_{word}({value}, {name}_inverse, {noise}, {name}_least, {numbers})"
+    state.widen = f"decode_{word}(kept_{name}, {name}_new_scale, {numbers})"
+    state.store = f"store_u8({name}_at, i, kept_{name}, {stream})"
