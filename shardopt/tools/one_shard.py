@@ -28,8 +28,8 @@ def run_alone(backend: Backend, spec: Spec, streams: Any, tables: Tables, numels
     scalars = torch.nn.functional.pad(scalars, (0, len(spec.scalars) - scalars.shape[1]))
     for number, part in enumerate(spec.passes):
         shape = (len(part.measured), gradients.num_rows, COLUMNS)
-        totals = torch.zeros(shape, dtype=torch.int64, device=gradients.row_of_block.device) if part.measured else None
-        backend.run(spec, number, streams, tables._replace(scalars=scalars, totals=totals))
-        found = [] if totals is None else totals.cpu().numpy()
-        for each, word, column in zip(found, part.words, part.results, strict=True):
+        totals = torch.zeros(shape, dtype=torch.int64, device=gradients.row_of_block.device)
+        told = tables._replace(scalars=scalars, totals=totals if part.measured else None)
+        backend.run(spec, number, streams, told)
+        for each, word, column in zip(totals.cpu().numpy(), part.words, part.results, strict=True):
             scalars[:, column] = torch.from_numpy(results_of(each, numels)[word]).to(scalars)

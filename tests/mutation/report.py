@@ -20,7 +20,6 @@ LIMIT = 90.0  # percent of lines and branches together, as coverage.py counts th
 _NOT_PYTHON = [r"^@rule\(", r"^@njit\(", r"^    def (block_sums|add_blocks|count_nonfinite|margin_sums|mixed)\("]
 # Why a file is below the limit.
 REASONS: dict[str, str] = {
-    "shardopt/kernels/triton_pass.py": "masters that its kernel meets compiled, in test_passes.py, or with --slow",
     "shardopt/partition/comm/all_to_all.py": "the collective of a backend that gloo lacks; ranks that leave half-way",
     "shardopt/step/tensor_mates.py": "memory that runs out, on one rank, between two exchanges",
 }
