@@ -180,7 +180,7 @@ def test_a_written_param_joins_a_stale_rest(backend: Backend, device: torch.devi
         rests = torch.full((2**16,), rest, dtype=format.dtype, device=device)
         joined = codecs.join(value, rests, format)
         param, low, unused = value.clone(), rests.clone(), torch.zeros(2**16, device=device)
-        launch(backend, StepSpec(keep_param.variant({}), BF16, FP32, format), Streams(param, low, ()), unused)
+        launch(backend, Spec(passes_of(keep_param.variant({})), BF16, FP32, format), Streams(param, low, ()), unused)
         assert_same_bits(codecs.join(param, low, format), joined, "the kernel joins otherwise")
         numbers = ~value.isnan()
         assert not bool(joined[numbers].isnan().any()), "NaN from a number"
