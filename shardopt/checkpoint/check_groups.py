@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +13,11 @@ from . import values
 from .records import TensorKey
 
 if TYPE_CHECKING:
+    from ..domain.hyperparameters import Group
     from ..engine import Engine
     from .match import ModelMatch
     from .records import Manifest
+    from .typed_json import Encoded
 
 
 def check_groups(manifest: Manifest, match: ModelMatch, engines: Sequence[Engine]) -> None:
@@ -26,10 +28,10 @@ def check_groups(manifest: Manifest, match: ModelMatch, engines: Sequence[Engine
     """
     for (number, index), saved in match.groups.items():
         engine = engines[number]
-        names = manifest.optimizers[number]["groups"][index]["params"]
+        names = manifest.optimizers[number].groups[index].params
         try:
             # Tensors are learning rates and the like: any number will do.
-            decoded = values.decode(saved, lambda name: _stand_in(manifest, name))
+            decoded = values.decode_dict(saved, lambda name: _stand_in(manifest, name))
             plain = plain_numbers({**engine.groups[index], **decoded})
             check_numbers([plain], engine.defaults)
             _check_arguments(decoded, engine)
@@ -43,7 +45,7 @@ def check_groups(manifest: Manifest, match: ModelMatch, engines: Sequence[Engine
             ) from error
 
 
-def _check_arguments(given: Mapping[str, Any], engine: Engine) -> None:
+def _check_arguments(given: Group, engine: Engine) -> None:
     """Checks hyper-parameters as the optimizer's class checks those of a param group."""
     if engine.check_arguments is not None:
         engine.check_arguments(given)
@@ -54,12 +56,11 @@ def _check_arguments(given: Mapping[str, Any], engine: Engine) -> None:
 
 def _counts(manifest: Manifest, names: Sequence[str]) -> list[tuple[int, dict[str, float]]]:
     """Returns the different step counts and carried scalars of these params."""
-    found: dict[tuple[Any, ...], tuple[int, dict[str, float]]] = {(0,): (0, {})}
+    found: dict[tuple[object, ...], tuple[int, dict[str, float]]] = {(0,): (0, {})}
     for name in names:
         about = manifest.params[name]
-        if about["has_state"]:
-            carried = manifest.carried(name)
-            found[about["step"], *carried.items()] = about["step"], carried
+        if about.has_state:
+            found[about.step, *about.carried.items()] = about.step, about.carried
     return list(found.values())
 
 
@@ -67,5 +68,5 @@ def _stand_in(manifest: Manifest, name: str) -> torch.Tensor:
     return torch.ones(()).expand(manifest.tensors[TensorKey("extra", name, "value")].shape)
 
 
-def _in_words(saved: Mapping[str, Any]) -> str:
+def _in_words(saved: Encoded) -> str:
     return ", ".join(f"{key}={value!r:.40}" for key, value in saved.items() if value is not None)[:300]

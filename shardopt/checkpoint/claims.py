@@ -19,14 +19,13 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import CheckpointError
 from .mesh_ranks import Holder
 from .param_box import ParamBox, make_up
-
-if TYPE_CHECKING:
-    from .collectives import HolderReport
+from .records import ExpertIndex
+from .typed_json import Count, Names  # noqa: TC001 (fields of records are read at run time)
 
 ADVICE = (
     'give names={module: "its name in the whole model"} to save_checkpoint() and to load_checkpoint(), on the ranks '
@@ -34,48 +33,66 @@ ADVICE = (
 )
 
 
-class ExpertIndex(NamedTuple):
-    """One of several sets of ranks that hold different experts under one name."""
-
-    number: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.number}of{self.total}"
-
-    def of(self, name: str) -> str:
-        return f"{name}@{self}"
-
-
-class Claim(NamedTuple):
-    """One set of ranks reports that it holds a param.
+@dataclass(frozen=True)
+class Held:
+    """What a set of ranks says of a param or buffer that it holds; the same on all of these ranks.
 
     Attributes:
-        mesh: the ranks that hold the other boxes, or copies.
         experts: the number of its ``process_group`` among those of the optimizer's param groups; None: it has none.
     """
 
-    holder: Holder
-    name: str
-    aliases: tuple[str, ...]
+    aliases: Names
     box: ParamBox
     dtype: str
-    mesh: frozenset[int]
-    experts: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON that is the same on all ranks of the holder: all but the mesh."""
-        box = [list(self.box.shape), list(self.box.offsets), list(self.box.sizes)]
-        return {"aliases": list(self.aliases), "box": box, "dtype": self.dtype, "experts": self.experts}
-
-    @staticmethod
-    def from_json(holder: Holder, name: str, value: Mapping[str, Any], mesh: Iterable[int]) -> Claim:
-        box = ParamBox(*(tuple(each) for each in value["box"]))
-        return Claim(holder, name, tuple(value["aliases"]), box, value["dtype"], frozenset(mesh), value["experts"])
+    experts: Count | None
 
     @property
-    def shape_and_dtype(self) -> tuple[Any, ...]:
+    def shape_and_dtype(self) -> tuple[tuple[int, ...], str]:
         return self.box.shape, self.dtype
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The ranks that hold the other boxes, or copies, of what a set of ranks holds.
+
+    Attributes:
+        sets: of ranks.
+        number_of: by name, the number of its set, where it is not the first one, which is that of most names.
+    """
+
+    sets: tuple[tuple[Count, ...], ...]
+    number_of: dict[str, Count]
+
+    @staticmethod
+    def of(mesh_of: Mapping[str, tuple[int, ...]]) -> Meshes:
+        sets = list(dict.fromkeys(tuple(sorted(mesh)) for mesh in mesh_of.values()))
+        numbers = {name: sets.index(tuple(sorted(mesh))) for name, mesh in mesh_of.items()}
+        return Meshes(tuple(sets), {name: number for name, number in numbers.items() if number})
+
+
+@dataclass(frozen=True)
+class HeldNames:
+    """What a set of ranks holds, by name; the same on all of these ranks."""
+
+    params: dict[str, Held]
+    buffers: dict[str, Held]
+
+
+@dataclass(frozen=True)
+class HeldMeshes:
+    """Who holds the rest of it; ranks of one set need not agree."""
+
+    params: Meshes
+    buffers: Meshes
+
+
+class Claim(NamedTuple):
+    """One set of ranks reports that it holds a param; ``mesh``: the ranks that hold the other boxes, or copies."""
+
+    holder: Holder
+    name: str
+    held: Held
+    mesh: frozenset[int]
 
 
 @dataclass
@@ -99,15 +116,14 @@ class Claims:
     problem: str | None = None
 
     @staticmethod
-    def of(reports: Sequence[HolderReport], section: str) -> Claims:
-        """Returns what follows from reports of "params" or "buffers"."""
+    def of(held: Iterable[tuple[Holder, Mapping[str, Held], Meshes]]) -> Claims:
+        """Returns what follows from what each set of ranks holds."""
         found = Claims()
         by_name: defaultdict[str, list[Claim]] = defaultdict(list)
-        for each in reports:
-            meshes = each.own["meshes"]
-            for name, about in each.common[section].items():
-                mesh = meshes[each.own["mesh_of"][section].get(name, 0)]
-                by_name[name].append(Claim.from_json(each.holder, name, about, mesh))
+        for holder, names, meshes in held:
+            for name, about in names.items():
+                mesh = meshes.sets[meshes.number_of.get(name, 0)]
+                by_name[name].append(Claim(holder, name, about, frozenset(mesh)))
         found._number_all_experts(claim for claims in by_name.values() for claim in claims)
         for name, claims in by_name.items():
             found._resolve(name, claims)
@@ -119,7 +135,7 @@ class Claims:
 
     def _resolve(self, name: str, claims: Sequence[Claim]) -> None:
         params = _connected(claims)
-        if len(params) > 1 and all(claim.experts is not None for claim in claims):
+        if len(params) > 1 and all(claim.held.experts is not None for claim in claims):
             for number, param in enumerate(params):
                 index = ExpertIndex(number, len(params))
                 self.expert_indices.update({(claim.holder, name): index for claim in param})
@@ -128,8 +144,8 @@ class Claims:
         for param in params:
             self._choose_writers(name, param)
         if len(params) > 1:
-            held = [{claim.box.name_in(name) for claim in param} for param in params]
-            if any(each != held[0] for each in held) or len({claim.shape_and_dtype for claim in claims}) > 1:
+            held = [{claim.held.box.name_in(name) for claim in param} for param in params]
+            if any(each != held[0] for each in held) or len({claim.held.shape_and_dtype for claim in claims}) > 1:
                 self._refuse(f"{name!r} is {_in_words(params[0][0])}, and {_in_words(params[1][0])}")
                 return
             for each in held[0]:
@@ -139,13 +155,17 @@ class Claims:
     def _choose_writers(self, name: str, claims: Sequence[Claim]) -> None:
         """Chooses the ranks that write each box of one param."""
         first, holders = claims[0], defaultdict[str, list[Holder]](list)
-        boxes = {claim.box.name_in(name): claim.box for claim in claims if claim.box.numel or claim.box.is_whole}
+        boxes = {
+            claim.held.box.name_in(name): claim.held.box
+            for claim in claims
+            if claim.held.box.numel or claim.held.box.is_whole
+        }
         for claim in claims:
-            holders[claim.box.name_in(name)].append(claim.holder)
-            if claim.shape_and_dtype != first.shape_and_dtype:
+            holders[claim.held.box.name_in(name)].append(claim.holder)
+            if claim.held.shape_and_dtype != first.held.shape_and_dtype:
                 self._refuse(f"{name!r} is {_in_words(first)}, and {_in_words(claim)}")
                 return
-        if set(boxes) != {name} and not make_up(first.box.shape, boxes.values()):
+        if set(boxes) != {name} and not make_up(first.held.box.shape, boxes.values()):
             self._refuse(f"the boxes that ranks hold of {name!r} do not make it up: {sorted(boxes)}")
             return
         if set(boxes) != {name}:
@@ -158,12 +178,12 @@ class Claims:
         self.problem = self.problem or what
 
     def _number_all_experts(self, claims: Iterable[Claim]) -> None:
-        experts = [claim for claim in claims if claim.experts is not None]
+        experts = [claim for claim in claims if claim.held.experts is not None]
         groups: defaultdict[int | None, set[Holder]] = defaultdict(set)
         for claim in experts:
-            groups[claim.experts].add(claim.holder)
+            groups[claim.held.experts].add(claim.holder)
         for claim in experts:
-            theirs = sorted(groups[claim.experts])
+            theirs = sorted(groups[claim.held.experts])
             self.older[claim.holder, claim.name] = ExpertIndex(theirs.index(claim.holder), len(theirs))
 
     def check_savable(self) -> None:
@@ -180,11 +200,11 @@ def different_params(what: str) -> CheckpointError:
 
 
 def _holder_of(box: str, name: str, param: Sequence[Claim]) -> Holder:
-    return next(claim.holder for claim in param if claim.box.name_in(name) == box)
+    return next(claim.holder for claim in param if claim.held.box.name_in(name) == box)
 
 
 def _in_words(claim: Claim) -> str:
-    return f"{list(claim.box.shape)} of {claim.dtype} on ranks {list(claim.holder)}"
+    return f"{list(claim.held.box.shape)} of {claim.held.dtype} on ranks {list(claim.holder)}"
 
 
 def _connected(claims: Sequence[Claim]) -> list[list[Claim]]:

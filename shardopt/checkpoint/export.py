@@ -30,7 +30,7 @@ from .safetensors_file import SafetensorsWriter, bytes_of, header
 if TYPE_CHECKING:
     from .inspect import Advance
     from .reader import Checkpoint
-    from .records import Manifest, TensorInfo
+    from .records import GroupInfo, Manifest, TensorInfo
 
 
 def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> None:
@@ -110,9 +110,9 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
         contents.append(tensor if content is None else content)
         return tensor
 
-    groups, counts = optimizer["groups"], optimizer["counts_steps"]
+    groups, counts = optimizer.groups, optimizer.counts_steps
     # A group that names no rule takes the optimizer's first one.
-    word_of = [group["values"].get(KEY, optimizer["rule"]) for group in groups]
+    word_of = [str(group.values.get(KEY, optimizer.rule)) for group in groups]
     words = dict.fromkeys(word_of)
     if len(words) == 1 or not words.keys() <= _CLASSES.keys():
         return _dict_of(checkpoint, groups, counts, placed), contents
@@ -126,7 +126,7 @@ def _state_dict(checkpoint: Checkpoint, number: int) -> tuple[dict[str, Any], li
 
 
 def _dict_of(
-    checkpoint: Checkpoint, saved: Sequence[Mapping[str, Any]], counts_steps: bool, placed: Callable[..., torch.Tensor]
+    checkpoint: Checkpoint, saved: Sequence[GroupInfo], counts_steps: bool, placed: Callable[..., torch.Tensor]
 ) -> dict[str, Any]:
     """Returns the state dict of some groups of an optimizer.
 
@@ -135,14 +135,14 @@ def _dict_of(
     """
     manifest = checkpoint.manifest
     states: dict[int, dict[str, Any]] = {}
-    for index, name in enumerate(name for group in saved for name in group["params"]):
+    for index, name in enumerate(name for group in saved for name in group.params):
         about = manifest.params[name]
-        if not about["has_state"]:
+        if not about.has_state:
             continue
         state = states[index] = {}
         if counts_steps:
-            state["step"] = placed(count_as_torch(about["step"]))
-        for scalar, value in manifest.carried(name).items():
+            state["step"] = placed(count_as_torch(about.step))
+        for scalar, value in about.carried.items():
             state[scalar] = placed(torch.tensor(value, dtype=torch.float64))
         for kind, tensor in manifest.kinds[name].items():
             if kind != "param":
@@ -150,9 +150,11 @@ def _dict_of(
                 state[kind] = placed(empty, TensorKey("params", name, kind))
     groups, first = [], 0
     for group in saved:
-        given = values.decode(group["values"], lambda name: placed(checkpoint.whole(TensorKey("extra", name, "value"))))
-        groups.append({**given, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
+        given = values.decode_dict(
+            group.values, lambda name: placed(checkpoint.whole(TensorKey("extra", name, "value")))
+        )
+        groups.append({**given, "params": list(range(first, first + len(group.params)))})
+        first += len(group.params)
     return {"state": states, "param_groups": groups}
 
 

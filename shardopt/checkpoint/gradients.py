@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import Norms
+from .records import GradientInfo
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..tensors.gradient_slice import GradientSlice
 
 
-def describe(gradient_slice: GradientSlice) -> dict[str, Any]:
-    """Returns the divisor and norms of a reduced gradient, to the bit, as JSON; the same on all ranks."""
-    norms = gradient_slice.norms
-    known = None if norms is None else [norms.two.hex(), norms.largest.hex(), norms.nonfinite]
-    return {"divisor": gradient_slice.summed()[1], "norms": known}
+def describe(gradient_slice: GradientSlice) -> GradientInfo:
+    """Returns the divisor and norms of a reduced gradient, to the bit; the same on all ranks."""
+    return GradientInfo(divisor=gradient_slice.summed()[1], norms=gradient_slice.norms)
 
 
 def restore(
     entry: ParamRecord,
     gradient_slice: GradientSlice,
-    about: Mapping[str, Any] | None,
+    about: GradientInfo | None,
     own: torch.Tensor | None,
     world_size: int,
 ) -> None:
@@ -41,15 +38,13 @@ def restore(
         if about is None:
             entry.show_gradient(own)
             return
-        gradient_slice.divisor = about["divisor"]
+        gradient_slice.divisor = about.divisor
         if gradient_slice.divisor != world_size:
             gradient_slice.divide()  # to a mean, so that a sum over another number of ranks can be added
-        known = about["norms"]
-        if known is not None:
-            saved = Norms(float.fromhex(known[0]), float.fromhex(known[1]), known[2])
-            # The format of the sum may be another one than in the checkpoint.
-            known = saved.over(1.0, entry.param.numel(), gradient_slice.rounded)
-        gradient_slice.norms = known
+        norms = about.norms
+        if norms is not None:  # the format of the sum may be another one than in the checkpoint
+            norms = norms.over(1.0, entry.param.numel(), gradient_slice.rounded)
+        gradient_slice.norms = norms
         gradient_slice.is_used = False
         entry.show_gradient(GradientPart(gradient_slice, entry.param))
         gradient_slice.pending = own

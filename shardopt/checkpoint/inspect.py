@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from ..errors import CheckpointError
 from . import values
 from .publish import find
@@ -13,7 +15,8 @@ from .reader import Checkpoint, file_chunks
 from .records import NAME_OF_DTYPE, SECTIONS
 
 if TYPE_CHECKING:
-    from .records import Manifest, TensorInfo, TensorKey
+    from .records import GroupInfo, Manifest, TensorInfo, TensorKey
+    from .typed_json import Json
 
 Advance = Callable[[int], None]  # takes the number of bytes that were processed
 _COLUMNS = ("name", "kind", "shape", "dtype", "step", "size", "ranges")
@@ -28,18 +31,18 @@ def describe(directory: Path) -> Iterator[str]:
     total = sum(file.nbytes for file in manifest.files.values())
     yield f"{path}"
     yield (
-        f"step {info['step']}, written by {info['world']} rank(s) with shardopt {info['shardopt']}, "
-        f"torch {info['torch']}: {len(manifest.files)} file(s), {size(total)}"
+        f"step {info.step}, written by {info.world} rank(s) with shardopt {info.shardopt}, "
+        f"torch {info.torch}: {len(manifest.files)} file(s), {size(total)}"
     )
-    if "imported" in info:
-        yield f"imported from {info['imported']}"
+    if info.imported is not None:
+        yield f"imported from {info.imported}"
     for number, optimizer in enumerate(manifest.optimizers):
-        yield f"optimizer {number}: {optimizer['rule']}"
-        for index, group in enumerate(optimizer["groups"]):
-            hyper = ", ".join(f"{key}={value}" for key, value in _decoded(group["values"]).items() if value is not None)
-            yield f"  group {index}: {len(group['params'])} param(s), {hyper}"
-    if info["extra"]:
-        yield f"extra: {', '.join(info['extra'])}"
+        yield f"optimizer {number}: {optimizer.rule}"
+        for index, group in enumerate(optimizer.groups):
+            hyper = ", ".join(f"{key}={value}" for key, value in _decoded(group).items() if value is not None)
+            yield f"  group {index}: {len(group.params)} param(s), {hyper}"
+    if info.extra:
+        yield f"extra: {', '.join(info.extra)}"
     yield ""
     yield from _table(_COLUMNS, (_row(manifest, key, tensor) for key, tensor in _in_order(manifest)))
 
@@ -52,12 +55,11 @@ def as_data(directory: Path) -> dict[str, Any]:
     info = manifest.info
     return {
         "path": str(path),
-        **{name: info[name] for name in ("step", "world", "shardopt", "torch")},
-        "imported": info.get("imported"),
-        "extra": list(info["extra"]),
+        **{name: getattr(info, name) for name in ("step", "world", "shardopt", "torch", "imported")},
+        "extra": list(info.extra),
         "files": {name: file.nbytes for name, file in manifest.files.items()},
         "optimizers": [
-            {"rule": each["rule"], "groups": list(map(_group_as_json, each["groups"]))} for each in manifest.optimizers
+            {"rule": each.rule, "groups": list(map(_group_as_json, each.groups))} for each in manifest.optimizers
         ],
         "tensors": [
             dict(zip(_COLUMNS, _row(manifest, key, tensor), strict=True))
@@ -67,17 +69,16 @@ def as_data(directory: Path) -> dict[str, Any]:
     }
 
 
-def _decoded(encoded: Any) -> dict[str, Any]:
+def _decoded(group: GroupInfo) -> dict[str, Any]:
     """Returns a group's values; a tensor is replaced by its name in the file."""
-    found: dict[str, Any] = values.decode(encoded, lambda name: cast(Any, f"tensor {name}"))
-    return found
+    return values.decode_dict(group.values, lambda name: cast(torch.Tensor, f"tensor {name}"))
 
 
-def _group_as_json(group: Any) -> dict[str, Any]:
-    return {"params": len(group["params"]), **{key: _as_json(each) for key, each in _decoded(group["values"]).items()}}
+def _group_as_json(group: GroupInfo) -> dict[str, Json]:
+    return {"params": len(group.params), **{key: _as_json(each) for key, each in _decoded(group).items()}}
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Json:
     if isinstance(value, tuple | list):
         return [_as_json(each) for each in value]
     return value if value is None or isinstance(value, int | float | str) else str(value)
@@ -95,7 +96,7 @@ def _row(manifest: Manifest, key: TensorKey, tensor: TensorInfo) -> tuple[str, .
     if key.section == "rng":
         name, kind = f"rank {key.name}", f"rng {key.kind}"
     about = manifest.params[manifest.param_of[key.name]] if key.section == "params" else None
-    step = str(about["step"]) if about is not None and about["has_state"] else ""
+    step = str(about.step) if about is not None and about.has_state else ""
     held = ", ".join(f"{each.file[5:10].lstrip('0') or '0'}[{each.start}:{each.stop}]" for each in tensor.ranges[:3])
     more = f" +{len(tensor.ranges) - 3}" if len(tensor.ranges) > 3 else ""
     nbytes = tensor.numel * tensor.dtype.itemsize

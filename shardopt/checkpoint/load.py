@@ -121,7 +121,7 @@ def _open(directory: Path, collectives: Collectives) -> Checkpoint:
     name = collectives.broadcast(collectives.together(newest, phase), phase)
     checkpoint = collectives.together(lambda: Checkpoint(directory if name is None else directory / name), phase)
     collectives.compare({"the manifest's digest": checkpoint.digest}, phase)
-    step = int(checkpoint.manifest.info["step"])
+    step = checkpoint.manifest.info.step
     collectives.compare_parts({"the step of the checkpoint of each part of the model": step}, phase)
     return checkpoint
 
@@ -160,12 +160,12 @@ def _load(
     model = collectives.together(look, phase)
     model.learn_names(collectives, phase)
     match = collectives.together(match_names, phase)
-    summaries = collectives.all_gather(match.summary(), phase)
+    summaries = collectives.all_gather_records(match.summary(), phase)
     collectives.together(compare, phase)
     bound = collectives.together(bind, "binding params")
     loading = collectives.together(lambda: Loading(checkpoint, bound, match, collectives), "checking the checkpoint")
     loading.change()
-    return Loaded(loading.extra, path, int(manifest.info["step"]), match.mismatches, loading.plan.losses())
+    return Loaded(loading.extra, path, manifest.info.step, match.mismatches, loading.plan.losses())
 
 
 class Loading:
@@ -191,8 +191,8 @@ class Loading:
             key: checkpoint.whole(key) for key in [*(key for key, _ in self._manifest.of("extra")), *own_rng]
         }
         rng.check(self._saved_rng(), model.device)
-        self.extra: dict[str, Any] = values.decode(self._manifest.info["extra"], self._find)
-        self._module_extra: dict[str, Any] = values.decode(self._manifest.info["module_extra"], self._find)
+        self.extra = values.decode_dict(self._manifest.info.extra, self._find)
+        self._module_extra = values.decode_dict(self._manifest.info.module_extra, self._find)
 
     def _saved_rng(self) -> dict[str, torch.Tensor]:
         return {key.kind: tensor for key, tensor in self._small.items() if key.section == "rng"}
@@ -255,7 +255,7 @@ class Loading:
             engine.states.waiting = {p: state for p, state in self.plan.waiting.items() if p in owned}
             for index, group in enumerate(engine.groups):
                 if (number, index) in match.groups:
-                    _update_group(group, values.decode(match.groups[number, index], self._find))
+                    _update_group(group, values.decode_dict(match.groups[number, index], self._find))
         for saved_as, own_name in match.modules.items():
             model.module.get_submodule(own_name).set_extra_state(self._module_extra[saved_as])
         rng.restore(self._saved_rng(), model.device)
@@ -273,13 +273,13 @@ class Loading:
         if saved is None:
             return
         about = self._manifest.params[saved]
-        if not about["has_state"]:  # as before the param's first step
+        if not about.has_state:  # as before the param's first step
             entry.forget()
             shard.zero(index)
             entry.write_initial()
             return
         margins = self.plan.margins.get(param.param, {})
-        entry.load_counters(ParamState(about["step"], self._manifest.carried(saved), margins=margins))
+        entry.load_counters(ParamState(about.step, about.carried, margins=margins))
         if EMA in shard.formats.states and EMA not in kinds:
             shard.begin_average(index)
 

@@ -5,8 +5,9 @@ import json
 import re
 
 from ..errors import CheckpointError
-from .records import FileInfo, Manifest, check_apart, count, tensors_from_json, tensors_to_json
+from .records import Manifest, check_apart
 from .schema import check_schema
+from .typed_json import from_json, to_json
 
 WHOLE, IN_BOXES = 1, 2  # format versions: the second has params that are saved in boxes
 MAX_BYTES = 1 << 30  # a larger manifest is not read
@@ -30,14 +31,8 @@ def checked(manifest: Manifest) -> Manifest:
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Returns JSON whose first line is the digest of the rest."""
-    content = {
-        "version": IN_BOXES if any("blocks" in about for about in manifest.params.values()) else WHOLE,
-        "info": manifest.info,
-        "params": manifest.params,
-        "optimizers": manifest.optimizers,
-        "files": {name: [each.nbytes, each.header_bytes, each.header_sha256] for name, each in manifest.files.items()},
-        "tensors": tensors_to_json(manifest.tensors),
-    }
+    is_in_boxes = any(about.blocks is not None for about in manifest.params.values())
+    content = {"version": IN_BOXES if is_in_boxes else WHOLE, **to_json(manifest)}
     body = json.dumps(content, allow_nan=False).encode() + b"}\n"
     return (_HEAD % hashlib.sha256(body).hexdigest()).encode() + body
 
@@ -58,9 +53,7 @@ def from_bytes(data: bytes, where: str) -> Manifest:
                 "update shardopt, or save again with the version that wrote this checkpoint: "
                 f"{where} has format version {content['version']}, this shardopt reads {WHOLE} and {IN_BOXES}."
             )
-        files = {name: FileInfo(count(one), count(two), str(sha)) for name, (one, two, sha) in content["files"].items()}
-        tensors = tensors_from_json(content["tensors"])
-        return checked(Manifest(content["info"], content["params"], content["optimizers"], files, tensors))
+        return checked(from_json(Manifest, content))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"load another checkpoint: {where} is not a manifest that shardopt wrote: {error!r}. Nothing was loaded."

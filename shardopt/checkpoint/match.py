@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,18 +14,31 @@ from ..rules.rule import EMA
 from . import values
 from .claims import ADVICE
 from .names import plain_name
+from .typed_json import Names  # noqa: TC001 (fields of records are read at run time)
 
 if TYPE_CHECKING:
+    from ..domain.hyperparameters import Group
     from ..engine import Engine
     from ..rules import Rule
     from .model import Model
     from .model_param import ModelParam
-    from .records import Manifest
+    from .records import ExpertIndex, Manifest
+    from .typed_json import Encoded
 
 _LISTED = 8  # mismatches that an error names
 # Rule -> another rule with the same states, from which it can continue: clipping changes the update alone.
 _STATES_OF = {"stable_adamw": "adam"}
 _DECOUPLED = "decoupled_weight_decay"  # distinguishes AdamW from Adam, which share a rule: only AdamW clips
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The names that one rank takes of a checkpoint; ``groups``: by optimizer and group, those of their params."""
+
+    params: Names
+    groups: tuple[tuple[Names, ...], ...]
+    buffers: Names
+    modules: Names
 
 
 class ModelMatch:
@@ -45,12 +59,10 @@ class ModelMatch:
         self.states: dict[str, str] = {}
         self.buffers: list[str] = []
         self.modules: dict[str, str] = {}
-        self.groups: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self.groups: dict[tuple[int, int], Encoded] = {}
         self.mismatches: list[str] = []
         self._manifest, self._model, self._kinds = manifest, model, manifest.kinds
-        self._canonical = {
-            alias: name for name, about in manifest.params.items() for alias in (name, *about["aliases"])
-        }
+        self._canonical = {alias: name for name, about in manifest.params.items() for alias in (name, *about.aliases)}
         self._flags = dict(self._find_flags())  # amsgrad, momentum, ...: they decide which states a rule keeps
         self._group_of = model.groups_by_param()
         self._taken: dict[str, str] = {}
@@ -67,34 +79,31 @@ class ModelMatch:
         self._check_ties()
         self._modules = self._extra_states()
 
-    def summary(self) -> dict[str, Any]:
-        """Returns the names that this rank takes, unless another rank with the same params returns them. JSON-able."""
+    def summary(self) -> Taken:
+        """Returns the names that this rank takes, unless another rank with the same params returns them."""
         model, is_first = self._model, self._model.data_ranks.rank == 0
         saved_as = {name: saved for saved, name in self._taken.items() if model.params[name].holders.rank == 0}
-        return {
-            "params": list(saved_as.values()),
-            "groups": [
-                [[saved_as[name] for name in names if name in saved_as] for names in model.names_in(engine)]
-                for engine in model.engines
-            ],
-            "buffers": list(model.buffers) if is_first else [],
-            "modules": self._modules if is_first else [],
-        }
+        groups = tuple(
+            tuple(tuple(saved_as[name] for name in names if name in saved_as) for names in model.names_in(engine))
+            for engine in model.engines
+        )
+        buffers, modules = (model.buffers, self._modules) if is_first else ((), ())
+        return Taken(tuple(saved_as.values()), groups, tuple(buffers), tuple(modules))
 
-    def compare(self, summaries: Sequence[Mapping[str, Any]]) -> None:
+    def compare(self, summaries: Sequence[Taken]) -> None:
         """Compares the whole checkpoint with what all ranks take of it."""
-        taken = {saved for each in summaries for saved in each["params"]}
+        taken = {saved for each in summaries for saved in each.params}
         for saved, kinds in self._kinds.items():
             if saved not in taken:
-                shape, turn = list(kinds["param"].shape), self._manifest.params[saved].get("turn")
+                shape, turn = list(kinds["param"].shape), self._manifest.params[saved].turn
                 self._note(f"the checkpoint's param {saved!r} {shape} is not in the model{_of_experts(turn)}")
-        self._buffers({name for each in summaries for name in each["buffers"]})
-        modules = {name for each in summaries for name in each["modules"]}
-        for name in self._manifest.info["module_extra"]:
+        self._buffers({name for each in summaries for name in each.buffers})
+        modules = {name for each in summaries for name in each.modules}
+        for name in self._manifest.info.module_extra:
             if plain_name(name) not in modules:
                 self._note(f"the checkpoint's extra state of module {name!r} has no module here that can load it")
         if self._model.engines:
-            self._groups([each["groups"] for each in summaries])
+            self._groups([each.groups for each in summaries])
 
     def describe(self) -> str:
         more = len(self.mismatches) - _LISTED
@@ -105,11 +114,11 @@ class ModelMatch:
         of_now = [self._canonical[each] for each in (member.name, *member.aliases) if each in self._canonical]
         return of_now or [self._canonical[each] for each in member.older if each in self._canonical]
 
-    def _find_flags(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _find_flags(self) -> Iterator[tuple[str, Group]]:
         for optimizer in self._manifest.optimizers:
-            for group in optimizer["groups"]:
-                decoded = values.decode(group["values"], lambda _: torch.ones(()))
-                for name in group["params"]:
+            for group in optimizer.groups:
+                decoded = values.decode_dict(group.values, lambda _: torch.ones(()))
+                for name in group.params:
                     yield name, decoded
 
     def _note(self, mismatch: str) -> None:
@@ -135,7 +144,7 @@ class ModelMatch:
 
     def _param(self, member: ModelParam, saved: str) -> None:
         tensor, shape = self._kinds[saved]["param"], member.box.shape
-        place = self._manifest.params[saved].get("place")  # of a checkpoint of one part of a model
+        place = self._manifest.params[saved].place  # of a checkpoint of one part of a model
         if place is not None and place != member.place:
             self._note(f"param {member.name!r} is {member.place or 'a plain tensor'}, in the checkpoint {place}")
             return
@@ -152,9 +161,9 @@ class ModelMatch:
 
     def _states_fit(self, member: ModelParam, saved: str, shape: tuple[int, ...]) -> bool:
         about, name = self._manifest.params[saved], member.name
-        if about["optimizer"] is None or member.optimizer is None:
-            if about["optimizer"] != member.optimizer:
-                where = "in the checkpoint" if about["optimizer"] is None else "here"
+        if about.optimizer is None or member.optimizer is None:
+            if about.optimizer != member.optimizer:
+                where = "in the checkpoint" if about.optimizer is None else "here"
                 self._note(f"param {name!r} is in no optimizer {where}")
             return False
         rule = self._model.engines[member.optimizer].rule
@@ -163,7 +172,8 @@ class ModelMatch:
     def _rule_fits(self, member: ModelParam, saved: str, rule: Rule) -> bool:
         """True if the rule here continues from states of the rule that was saved."""
         about = self._manifest.params[saved]
-        theirs, ours = self._manifest.optimizers[about["optimizer"]]["rule"], rule.name
+        assert about.optimizer is not None
+        theirs, ours = self._manifest.optimizers[about.optimizer].rule, rule.name
         saved_flags, own = self._flags[saved], self._group_of[member.param]
         if theirs == ours:  # of an optimizer whose param groups choose among several rules
             theirs, ours = name_in(rule, saved_flags), name_in(rule, own)
@@ -184,11 +194,11 @@ class ModelMatch:
             self._note(f"the group of {name!r} says nothing of {missing}, by which {rule.name!r} knows its states")
             return False
         variant = rule.variant(self._flags[saved], shape)
-        needed = (*variant.margins, *variant.states) if about["has_state"] else ()
+        needed = (*variant.margins, *variant.states) if about.has_state else ()
         shapes = {kind: rule.state_shape(kind, shape) if kind in variant.margins else shape for kind in kinds}
         wrong = [kind for kind in kinds if self._kinds[saved][kind].shape != shapes[kind]]
-        carried = set(rule.carried) if about["has_state"] else set()
-        lacking = carried - about["carried"].keys() or about["carried"].keys() - set(rule.carried)
+        carried = set(rule.carried) if about.has_state else set()
+        lacking = carried - about.carried.keys() or about.carried.keys() - set(rule.carried)
         differ = set(kinds) ^ set(needed)
         if EMA not in kinds:  # an average that was not saved begins with the weights
             differ.discard(EMA)
@@ -226,27 +236,27 @@ class ModelMatch:
             for name, each in self._model.module.named_modules()
             if type(each).set_extra_state is not nn.Module.set_extra_state
         }
-        for name in self._manifest.info["module_extra"]:
+        for name in self._manifest.info.module_extra:
             if plain_name(name) in able:
                 self.modules[name] = able[plain_name(name)]
         return list(able)
 
-    def _groups(self, names_of_ranks: Sequence[Sequence[Any]]) -> None:
+    def _groups(self, names_of_ranks: Sequence[Sequence[Sequence[Names]]]) -> None:
         saved = self._manifest.optimizers
         if len(saved) != len(self._model.engines):
             self._note(f"{len(self._model.engines)} optimizers were given, the checkpoint holds {len(saved)}")
         for number, (theirs, engine) in enumerate(zip(saved, self._model.engines, strict=False)):
             count = len(engine.groups)
-            if count != len(theirs["groups"]):
-                self._note(f"optimizer {number} has {count} param groups, in the checkpoint {len(theirs['groups'])}")
-            for index, group in enumerate(theirs["groups"][:count]):
+            if count != len(theirs.groups):
+                self._note(f"optimizer {number} has {count} param groups, in the checkpoint {len(theirs.groups)}")
+            for index, group in enumerate(theirs.groups[:count]):
                 names = {name for each in names_of_ranks for name in each[number][index]}
-                if set(group["params"]) != names or not self._has_all(engine, index):
+                if set(group.params) != names or not self._has_all(engine, index):
                     self._note(f"group {index} of optimizer {number} holds other params in the checkpoint")
                 else:
-                    self._group(engine, number, index, group["values"])
+                    self._group(engine, number, index, group.values)
 
-    def _group(self, engine: Engine, number: int, index: int, saved: Mapping[str, Any]) -> None:
+    def _group(self, engine: Engine, number: int, index: int, saved: Encoded) -> None:
         """Takes a group's values, without those that would choose another rule than the optimizer has."""
         where, own = f"group {index} of optimizer {number}", engine.groups[index]
         theirs, ours = name_in(engine.rule, saved), name_in(engine.rule, own)
@@ -265,10 +275,10 @@ class ModelMatch:
         return all(name in found for name in self._model.names_in(engine)[index])
 
 
-def _of_experts(turn: Sequence[int] | None) -> str:
+def _of_experts(turn: ExpertIndex | None) -> str:
     if turn is None:
         return ""
     return (
-        f" (it is one of {turn[1]} experts that were saved under one name: load it where as many ranks hold others, "
+        f" (it is one of {turn.total} experts that were saved under one name: load it where as many ranks hold others, "
         "and save it there with names=)"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
 
+Value = TypeVar("Value")
 Holder = tuple[int, ...]  # the global numbers of ranks that hold the same params
 
 
@@ -50,12 +51,12 @@ class MeshRanks:
         """Collective: returns every rank's row, by rank."""
         return self.exchange_json(list(row), phase)
 
-    def exchange_json(self, value: Any, phase: str) -> list[Any]:
+    def exchange_json(self, value: Value, phase: str) -> list[Value]:
         """Collective: returns every rank's JSON-able value, by rank."""
         gathered = self._gather(value, phase)
         return [gathered[rank] for rank in self._ranks]
 
-    def _gather(self, value: Any, phase: str) -> dict[str, Any]:
+    def _gather(self, value: Value, phase: str) -> dict[str, Value]:
         """Collective: returns the values by the global number of the rank that gave each."""
         gathered = {self._own: value}
         for ranks in self._dimensions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from ..domain.dtensors import is_dtensor, place_of
 from ..errors import CheckpointError
 from ..tensors.unsharded_guard import is_sharded
-from .claims import Claim, Claims
+from .claims import Claims, Held, HeldMeshes, HeldNames, Meshes
 from .collectives import HolderReport
 from .mesh_ranks import Holder, numbers_of
 from .model_param import ModelParam, box_held, mesh_of
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..partition.comm.group import Ranks
     from .collectives import Collectives
+
+Named = TypeVar("Named")
 
 
 @dataclass
@@ -65,9 +67,9 @@ class Model:
             )
 
     @staticmethod
-    def _by_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    def _by_name(named: Iterable[tuple[str, Named]]) -> dict[str, Named]:
         """Returns a dict. Raises CheckpointError for a name that occurs twice."""
-        found: dict[str, Any] = {}
+        found: dict[str, Named] = {}
         for name, each in named:
             if name in found:
                 raise CheckpointError(
@@ -156,19 +158,18 @@ class Model:
         """Collective: gathers what all ranks hold, and gives params the names that they have in a checkpoint."""
         reports = []
         for holders, members in self.by_holders():
-            are_data_ranks = holders is self.data_ranks
-            claims = {"params": [self._claim(member) for member in members]}
-            claims["buffers"] = [self._claim_of_buffer(name) for name in self.buffers] if are_data_ranks else []
-            meshes = list({claim.mesh: None for each in claims.values() for claim in each})
-            common = {section: {claim.name: claim.to_json() for claim in each} for section, each in claims.items()}
-            mesh_of_names = {  # without those of the first mesh, which are all names in most models
-                section: {claim.name: number for claim in each if (number := meshes.index(claim.mesh))}
-                for section, each in claims.items()
-            }
-            own = {"meshes": [sorted(mesh) for mesh in meshes], "mesh_of": mesh_of_names}
-            reports.append(HolderReport(numbers_of(holders), common, own if holders.rank == 0 else None))
-        gathered = collectives.gather_by_holder(reports, phase)
-        self.claims, self.buffer_claims = Claims.of(gathered, "params"), Claims.of(gathered, "buffers")
+            buffers = self.buffers if holders is self.data_ranks else {}
+            held = HeldNames(
+                {member.name: member.held for member in members},
+                {name: Held((), ParamBox.whole(each.shape), str(each.dtype), None) for name, each in buffers.items()},
+            )
+            of_params = Meshes.of({member.name: member.mesh for member in members})
+            own = HeldMeshes(of_params, Meshes.of(dict.fromkeys(buffers, self.mesh)))
+            reports.append(HolderReport(numbers_of(holders), held, own if holders.rank == 0 else None))
+        gathered = collectives.gather_by_holder(reports, (HeldNames, HeldMeshes), phase)
+        told = [(holder, held, meshes) for holder, held, meshes in gathered if meshes is not None]
+        self.claims = Claims.of((holder, held.params, meshes.params) for holder, held, meshes in told)
+        self.buffer_claims = Claims.of((holder, held.buffers, meshes.buffers) for holder, held, meshes in told)
         self._rename_params()
 
     def take_names_of(self, other: Model) -> None:
@@ -186,15 +187,6 @@ class Model:
         for member in self.params.values():
             found.setdefault(numbers_of(member.holders), (member.holders, []))[1].append(member)
         return list(found.values())
-
-    @staticmethod
-    def _claim(member: ModelParam) -> Claim:
-        holder, dtype = numbers_of(member.holders), str(member.param.dtype)
-        return Claim(holder, member.name, member.aliases, member.box, dtype, frozenset(member.mesh), member.experts)
-
-    def _claim_of_buffer(self, name: str) -> Claim:
-        buffer, holder = self.buffers[name], numbers_of(self.data_ranks)
-        return Claim(holder, name, (), ParamBox.whole(buffer.shape), str(buffer.dtype), frozenset(self.mesh), None)
 
     def names_in(self, engine: Engine) -> list[list[str]]:
         """Returns the names of the params of each group."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..domain.dtensors import box_of, is_dtensor
 from ..errors import BindingError, CheckpointError
+from .claims import Held
 from .mesh_ranks import numbers_of
 from .param_box import ParamBox
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..partition.comm.group import Ranks
-    from .claims import Claims, ExpertIndex
+    from .claims import Claims
+    from .records import ExpertIndex
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class ModelParam:
     def box_name(self) -> str:
         """The name of the box in a checkpoint that these ranks save."""
         return self.box.name_in(self.name)
+
+    @property
+    def held(self) -> Held:
+        """What these ranks say of the param to the others."""
+        return Held(self.aliases, self.box, str(self.param.dtype), self.experts)
 
     def named(self, claims: Claims) -> ModelParam:
         """Returns the param with the name that all ranks give it, and whether these ranks write it."""

@@ -12,25 +12,24 @@ that held it. A rank that loads may hold other boxes: what two boxes have in com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..tensors.boxes import boxes
+from .typed_json import Shape  # noqa: TC001 (fields of records are read at run time)
 
 # Of a box: its first index in each dimension, and the index after its last.
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class ParamBox:
+class ParamBox(NamedTuple):
     """Elements ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a param of shape ``shape``."""
 
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
 
     @staticmethod
     def whole(shape: Sequence[int]) -> ParamBox:
@@ -50,11 +49,6 @@ class ParamBox:
             return param
         spans = (f"{first}:{first + size}" for first, size in zip(self.offsets, self.sizes, strict=True))
         return f"{param}[{', '.join(spans)}]"
-
-
-def boxes_of(about: Mapping[str, Any]) -> list[ParamBox]:
-    """Returns the boxes that a param's record in the manifest lists."""
-    return [ParamBox(tuple(about.get("shape", ())), tuple(at), tuple(sizes)) for at, sizes in about["blocks"]]
 
 
 def make_up(shape: Sequence[int], parts: Iterable[ParamBox]) -> bool:

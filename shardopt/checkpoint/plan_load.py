@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from .match import ModelMatch
     from .model import Model
     from .model_param import ModelParam
-    from .records import Manifest
+    from .records import GradientInfo, Manifest
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class LoadPlan:
         """
         self.items: list[ReadItem] = []
         self.gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self.sums: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
+        self.sums: dict[torch.nn.Parameter, GradientInfo] = {}
         self.margins: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
         self.waiting: dict[torch.nn.Parameter, ParamState] = {}
         self.rounded: Counter[tuple[str, str, str]] = Counter()
@@ -93,7 +92,7 @@ class LoadPlan:
 
     def _sources(self, member: ModelParam, saved: str, kind: str, section: str = "params") -> Sources:
         # A checkpoint of one part of a model holds the box of this rank, and does not say which box that is.
-        is_of_part = "place" in self._manifest.params[saved]
+        is_of_part = self._manifest.params[saved].place is not None
         return sources_of(self._manifest, section, saved, kind, member.box if is_of_part else None)
 
     def _read(self, sources: Sources, strided: StridedBox, start: int, stop: int, write: Write) -> None:
@@ -121,9 +120,8 @@ class LoadPlan:
                     format = member.shard.format_of(kind).name
                     self._slice(member, saved, kind)
                 self._note_loss(member, saved, kind, format)
-        elif self._manifest.params[saved]["has_state"]:
-            about = self._manifest.params[saved]
-            state = ParamState(about["step"], self._manifest.carried(saved))
+        elif (about := self._manifest.params[saved]).has_state:
+            state = ParamState(about.step, about.carried)
             self.waiting[member.param] = state
             state.margins.update(margins)
             state.tensors.update({kind: self._whole(self._sources(member, saved, kind), member.box) for kind in kinds})
@@ -176,12 +174,12 @@ class LoadPlan:
             sources = self._sources(member, saved, "reduced", "gradients")
             self._slice(member, saved, "reduced", "gradients")
             first = next(iter(sources))
-            about = self._manifest.info.get("gradients", {}).get(first.name)
+            about = (self._manifest.info.gradients or {}).get(first.name)
             if about is not None:  # norms are those of one box
-                self.sums[member.param] = about if len(sources) == 1 else {**about, "norms": None}
+                self.sums[member.param] = about if len(sources) == 1 else replace(about, norms=None)
             if self._manifest.tensors[first].dtype.itemsize > kept.itemsize:
                 self.rounded["gradient", FP32.name, format_of(kept, "a gradient").name] += 1
-        own, saved_by = kinds - {"reduced"}, self._manifest.info["world"]
+        own, saved_by = kinds - {"reduced"}, self._manifest.info.world
         if own and saved_by != self._world.size:
             raise CheckpointError(
                 f"load this checkpoint at as many ranks, or save before no_sync(): {saved_by} ranks "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from ..tensors.part import Part
 from . import gradients, rng, values
 from .elements import even_part, flat_of, host_chunks, own_part, reader_of, shard_reader, stream_reader, strides_of
 from .mesh_ranks import numbers_of
-from .records import NAME_OF_DTYPE, TensorInfo, TensorKey
+from .records import NAME_OF_DTYPE, GradientInfo, GroupInfo, OptimizerInfo, ParamInfo, TensorInfo, TensorKey
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
+    from ..domain.hyperparameters import Group
     from ..domain.shard import Shard
     from ..partition.comm.group import Ranks
     from .arguments import SaveArguments
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .elements import Read
     from .model import Model
     from .model_param import ModelParam
+    from .typed_json import Json
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class SavePlan:
         world: all ranks that make the checkpoint.
         items: what this rank writes.
         tensors: what all ranks write, without ranges; tensors of one rank alone (random numbers) are not listed.
-        shared: JSON that is the same on all ranks: params, optimizers, step.
-        own: JSON of rank 0 alone, which is not compared.
+        step, params, optimizers: of the manifest; the same on all ranks.
+        gradients, extra, module_extra: of the manifest's info; those of rank 0 count.
+        imported: from where, in words; None: the training saves itself.
         must_be_finite: an Inf or NaN in a param, master or state is an error.
         step_is_counted: True if the step is the largest of any param; False if the user gave it.
     """
@@ -77,12 +80,13 @@ class SavePlan:
         self.world, self.must_be_finite, self.step_is_counted = world, must_be_finite, step_is_counted
         self.items: list[WriteItem] = []
         self.tensors: dict[TensorKey, TensorInfo] = {}
-        self.shared: dict[str, Any] = {}
-        self.own: dict[str, Any] = {}
-
-    @property
-    def step(self) -> int:
-        return int(self.shared["step"])
+        self.step = 0
+        self.params: dict[str, ParamInfo] = {}
+        self.optimizers: tuple[OptimizerInfo, ...] = ()
+        self.gradients: dict[str, GradientInfo] | None = None
+        self.extra: Mapping[str, Json] = {}
+        self.module_extra: Mapping[str, Json] = {}
+        self.imported: str | None = None
 
     def add(self, key: TensorKey, tensor: TensorInfo, start: int, stop: int, read: Read) -> None:
         """Plans elements ``[start, stop)`` of a tensor."""
@@ -128,7 +132,7 @@ def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments) -> SavePl
         keep_low_bits(domain)  # split masters are saved as they are kept
     plan = SavePlan(world, not arguments.allow_nonfinite, arguments.step is None)
     group_of = model.groups_by_param()
-    params = {
+    plan.params = {
         name: _plan_param(plan, model, member, group_of.get(member.param, {}), arguments.full_precision)
         for name, member in model.params.items()
     }
@@ -137,23 +141,17 @@ def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments) -> SavePl
         # Running statistics may differ between ranks; as in DDP, those of the first rank count.
         if model.buffer_claims.is_planned(name, home):
             plan.add_of_one(TensorKey("buffers", name, "value"), buffer, is_first)
-    optimizers = [_plan_optimizer(plan, model, number) for number in range(len(model.engines))]
-    reduced = {
+    plan.optimizers = tuple(_plan_optimizer(plan, model, number) for number in range(len(model.engines)))
+    plan.gradients = {
         member.box_name: about
         for member in model.params.values()
         if (about := _plan_gradient(plan, member)) is not None
     }
-    step = arguments.step
-    if step is None:
-        step = max((each["step"] for each in params.values()), default=0)
-    plan.shared = {"step": step, "params": params, "optimizers": optimizers}
-    extra = values.encode(arguments.extra, plan.keep, "extra")
+    counted = max((about.step for about in plan.params.values()), default=0)
+    plan.step = counted if arguments.step is None else arguments.step
+    plan.extra = values.encode_dict(arguments.extra, plan.keep, "extra")
     states = dict(_extra_states(model)) if is_first else {}
-    plan.own = {
-        "gradients": reduced,
-        "extra": extra,
-        "module_extra": values.encode(states, partial(plan.keep, is_own=True), "get_extra_state()"),
-    }
+    plan.module_extra = values.encode_dict(states, partial(plan.keep, is_own=True), "get_extra_state()")
     for kind, state in rng.states(model.device).items():
         plan.add_of_one(TensorKey("rng", str(world.rank), kind), state, True)
     return plan
@@ -171,23 +169,21 @@ def _check_halves(domain: Domain) -> None:
                 )
 
 
-def _plan_optimizer(plan: SavePlan, model: Model, number: int) -> dict[str, Any]:
+def _plan_optimizer(plan: SavePlan, model: Model, number: int) -> OptimizerInfo:
     engine = model.engines[number]
     groups = []
     for index, (group, its_names) in enumerate(zip(engine.groups, model.names_in(engine), strict=True)):
         given = {key: group[key] for key in group if key not in ("params", "param_names", "process_group")}
         where = f"group {index} of optimizer {number}"
-        groups.append({"params": its_names, "values": values.encode(given, plan.keep, where)})
+        groups.append(GroupInfo(params=tuple(its_names), values=values.encode_dict(given, plan.keep, where)))
     counts = any(engine.rule.of(group).counts_steps for group in engine.groups)
-    return {"rule": engine.rule.name, "counts_steps": counts, "groups": groups}
+    return OptimizerInfo(rule=engine.rule.name, counts_steps=counts, groups=tuple(groups))
 
 
 # -- params ------------------------------------------------------------------------------------------------------------
 
 
-def _plan_param(
-    plan: SavePlan, model: Model, member: ModelParam, group: Mapping[str, Any], widens: bool
-) -> dict[str, Any]:
+def _plan_param(plan: SavePlan, model: Model, member: ModelParam, group: Group, widens: bool) -> ParamInfo:
     """Plans a param with its master and states. Returns its record in the manifest. ``widens``: writes them in fp32."""
     if member.param.is_meta:
         raise CheckpointError(f"call bind() first: {member.name!r} is on the meta device and has no values to save.")
@@ -213,14 +209,14 @@ def _plan_param(
                 plan.add_shared(TensorKey("params", member.name, kind), tensor, member.holders)
         elif member.is_planned:
             plan.add_shared(TensorKey("params", member.box_name, kind), tensor, member.holders)
-    return {
-        **({} if member.expert_index is None else {"turn": list(member.expert_index)}),
-        "aliases": list(member.aliases),
-        "optimizer": member.optimizer,
-        "step": state.step,
-        "carried": {name: float(value).hex() for name, value in state.carried.items()},
-        "has_state": has_state,
-    }
+    return ParamInfo(
+        turn=member.expert_index,
+        aliases=member.aliases,
+        optimizer=member.optimizer,
+        step=state.step,
+        carried={name: float(value) for name, value in state.carried.items()},
+        has_state=has_state,
+    )
 
 
 def _state_of(model: Model, member: ModelParam) -> tuple[ParamState, bool]:
@@ -242,7 +238,7 @@ def _plans_margins(model: Model, member: ModelParam) -> bool:
     return member.box == boxes[0] and model.claims.writers[member.box_name] == tuple(numbers_of(member.holders))
 
 
-def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
+def _plan_gradient(plan: SavePlan, member: ModelParam) -> GradientInfo | None:
     """Plans the gradient that was accumulated since the last step. Returns what is known of its sum."""
     slot, grad = (None, None) if member.entry is None else (member.entry.gradient_slice, member.entry.grad)
     about = None
@@ -253,7 +249,7 @@ def _plan_gradient(plan: SavePlan, member: ModelParam) -> dict[str, Any] | None:
         own = slot.pending
         if not slot.is_used:
             about = gradients.describe(slot)
-            tensor = TensorInfo(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype, ())
+            tensor = TensorInfo(tuple(member.param.shape), member.shard.strides(member.index), slot.total.dtype)
             key, where = TensorKey("gradients", member.box_name, "reduced"), member.shard.slice_of(member.index)
             assert member.domain is not None
             first, last = own_part(slot.total.numel(), member.domain.mesh)
@@ -272,14 +268,14 @@ def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, wid
     first, last = own_part(where.local.stop - where.local.start, member.domain.mesh)
     format = None if kind == "param" or widens else shard.format_of(kind)
     dtype = member.param.dtype if kind == "param" else torch.float32
-    tensor = TensorInfo(tuple(member.param.shape), shard.strides(member.index), dtype, ())
+    tensor = TensorInfo(tuple(member.param.shape), shard.strides(member.index), dtype)
     read = shard_reader(shard, kind, where.local.start + first)
     if format not in (None, FP32):
         tensor = replace(tensor, dtype=format.dtype, encoding=format.name)
         read = stream_reader(shard, kind, where.local.start + first)
     plan.add(key, tensor, where.start + first, where.start + last, read)
     if isinstance(format, BlockFormat):
-        blocks = TensorInfo((-(-member.param.numel() // BLOCK),), (1,), torch.float32, ())
+        blocks = TensorInfo((-(-member.param.numel() // BLOCK),), (1,), torch.float32)
         start, begin = where.start // BLOCK, first // BLOCK
         end = -(-last // BLOCK) if first < last else begin  # a replica that writes nothing may be cut inside of a block
         read = stream_reader(shard, scales_name(kind), where.local.start + begin * BLOCK, BLOCK)
@@ -292,10 +288,10 @@ def _described(key: TensorKey, tensor: torch.Tensor) -> TensorInfo:
             f"convert {key} to a dense tensor of a common dtype first: it is a {type(tensor).__name__} of "
             f"{tensor.dtype} and layout {tensor.layout}, which the file format cannot hold. Nothing was saved."
         )
-    return TensorInfo(tuple(tensor.shape), strides_of(tensor), tensor.dtype, ())
+    return TensorInfo(tuple(tensor.shape), strides_of(tensor), tensor.dtype)
 
 
-def _extra_states(model: Model) -> Iterator[tuple[str, Any]]:
+def _extra_states(model: Model) -> Iterator[tuple[str, object]]:
     for name, each in model.module.named_modules():
         if type(each).get_extra_state is not nn.Module.get_extra_state:
             yield model.name_of(name), each.get_extra_state()

@@ -83,7 +83,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._open.values():
             files.close(file)
         self._open = {}

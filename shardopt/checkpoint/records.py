@@ -1,17 +1,38 @@
-"""The manifest and its records, one for each tensor and file: frozen, converted to JSON and back."""
+"""The manifest and its records: one for each tensor, file, param, optimizer and group. Frozen, JSON by their fields.
+
+A reader of the format finds all of ``manifest.json`` here: the fields are its keys, in its order.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
-from .param_box import ParamBox, boxes_of
+from ..tensors.gradient_slice import Norms
+from .param_box import ParamBox
+from .typed_json import (
+    Above0,
+    Count,
+    Encoded,
+    HexFloat,
+    Json,
+    Kind,
+    Names,
+    Shape,
+    converted,
+    in_order,
+    kind_of,
+    omitted,
+    plain,
+    renamed,
+    to_json,
+)
 
 # Elements are read, verified and written in chunks of this size; larger reads gained nothing on two kinds of disk.
 CHUNK_BYTES = 4 << 20
@@ -62,6 +83,52 @@ class TensorKey(NamedTuple):
         return f"{self.kind} of {self.name!r}" if self.section == "params" else f"{self.section} {self.name!r}"
 
 
+class ExpertIndex(NamedTuple):
+    """One of several sets of ranks that hold different experts under one name."""
+
+    number: Count
+    total: Count
+
+    def __str__(self) -> str:
+        return f"{self.number}of{self.total}"
+
+    def of(self, name: str) -> str:
+        return f"{name}@{self}"
+
+
+class BoxPlace(NamedTuple):
+    """Where a box lies in its param."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+class FileInfo(NamedTuple):
+    """One rank's file. The digest of its header identifies the file as part of this checkpoint."""
+
+    nbytes: Count
+    header_bytes: Count
+    header_sha256: str
+
+
+def _read_checksums(text: str) -> tuple[int, ...]:
+    return tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
+
+
+def _write_checksums(sums: tuple[int, ...]) -> str:
+    return "".join(f"{each:08x}" for each in sums)
+
+
+Checksums = Annotated[tuple[int, ...], converted("checksums", _read_checksums, _write_checksums)]
+DType = Annotated[torch.dtype, converted("a known dtype", DTYPES.__getitem__, NAME_OF_DTYPE.__getitem__)]
+Encoding = Annotated[str, plain("a known encoding", lambda name: isinstance(name, str) and name in FORMATS)]
+HexNorms = Annotated[Norms, in_order(Norms, {"two": HexFloat, "largest": HexFloat, "nonfinite": Count})]
+Index = Annotated[int, plain("null, or one of the optimizers", lambda value: type(value) is int)]
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class SavedRange:
     """Elements ``[start, stop)`` of a tensor, in storage order, contiguous in one file.
@@ -71,21 +138,11 @@ class SavedRange:
         checksums: one for each chunk of ``CHUNK_BYTES``.
     """
 
-    start: int
-    stop: int
+    start: Count
+    stop: Count
     file: str
-    offset: int
-    checksums: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        sums = "".join(f"{each:08x}" for each in self.checksums)
-        return {"start": self.start, "stop": self.stop, "file": self.file, "offset": self.offset, "crc32": sums}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "SavedRange":
-        text = value["crc32"]
-        sums = tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
-        return SavedRange(count(value["start"]), count(value["stop"]), value["file"], count(value["offset"]), sums)
+    offset: Count
+    checksums: Checksums = renamed("crc32")
 
 
 @dataclass(frozen=True)
@@ -98,11 +155,11 @@ class TensorInfo:
             the elements are the values.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    ranges: tuple[SavedRange, ...]
-    encoding: str = ""
+    shape: Shape
+    strides: Shape
+    dtype: DType
+    encoding: Encoding = omitted("")
+    ranges: tuple[SavedRange, ...] = ()
 
     @property
     def values_dtype(self) -> torch.dtype:
@@ -112,21 +169,6 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    def to_json(self) -> dict[str, Any]:
-        ranges = [each.to_json() for each in self.ranges]
-        dtype = NAME_OF_DTYPE[self.dtype]
-        encoding = {"encoding": self.encoding} if self.encoding else {}
-        return {"shape": list(self.shape), "strides": list(self.strides), "dtype": dtype, **encoding, "ranges": ranges}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "TensorInfo":
-        shape, strides = (tuple(count(each) for each in value[key]) for key in ("shape", "strides"))
-        ranges = tuple(SavedRange.from_json(each) for each in value["ranges"])
-        encoding = value.get("encoding", "")
-        if encoding and encoding not in FORMATS:
-            raise ValueError(f"the encoding {encoding!r} is not known")
-        return TensorInfo(shape, strides, DTYPES[value["dtype"]], ranges, encoding)
 
     def check(self, key: TensorKey, files: Mapping[str, "FileInfo"]) -> None:
         """Raises CheckpointError unless the ranges cover the tensor once and lie within their files."""
@@ -147,32 +189,122 @@ class TensorInfo:
             )
 
 
-@dataclass(frozen=True)
-class FileInfo:
-    """One rank's file. The digest of its header identifies the file as part of this checkpoint."""
+@dataclass(frozen=True, kw_only=True)
+class GradientInfo:
+    """The sum of a gradient that was reduced and not used by a step; the same on all ranks.
 
-    nbytes: int
-    header_bytes: int
-    header_sha256: str
+    Attributes:
+        divisor: what the sum has to be divided by.
+        norms: of the mean gradient, if they are known.
+    """
+
+    divisor: Above0
+    norms: HexNorms | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamInfo:
+    """What is saved of a param beside its tensors.
+
+    Attributes:
+        turn: where several experts have the name.
+        aliases: names that are tied to it.
+        optimizer: index of the one that trains it; None: no optimizer does.
+        carried: scalars that a rule carries from step to step, to the bit.
+        place: placement of a DTensor, in a checkpoint of one part of a model, as older versions wrote them.
+        shape, blocks: of a param that is saved in boxes (see ``param_box.py``).
+    """
+
+    turn: ExpertIndex | None = omitted(None)
+    aliases: Names
+    optimizer: Index | None
+    step: Count
+    carried: dict[str, HexFloat]
+    has_state: bool
+    place: str | None = omitted(None)
+    shape: Shape = omitted(())
+    blocks: tuple[BoxPlace, ...] | None = omitted(None)
+
+    @property
+    def boxes(self) -> list[ParamBox]:
+        """The boxes that the param is saved in; none if it is not cut."""
+        return [ParamBox(self.shape, *each) for each in self.blocks or ()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupInfo:
+    """A param group: the names of its params, and its encoded hyper-parameters."""
+
+    params: Names
+    values: Encoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerInfo:
+    """An optimizer: the name of its rule, whether that counts steps, and its param groups."""
+
+    rule: str
+    counts_steps: bool
+    groups: tuple[GroupInfo, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint as a whole.
+
+    Attributes:
+        world: number of ranks that wrote it.
+        shardopt, torch: their versions.
+        gradients: by name of a box.
+        extra: the user's, encoded.
+        module_extra: the extra states of modules, encoded, by name.
+        imported: from where, in words.
+    """
+
+    token: str
+    sequence: Count
+    step: Count
+    world: Above0
+    shardopt: str
+    torch: str
+    gradients: dict[str, GradientInfo] | None = omitted(None)
+    extra: Encoded
+    module_extra: Encoded
+    imported: str | None = omitted(None)
+
+
+_NESTED = kind_of(dict[str, dict[str, dict[str, TensorInfo]]])
+
+
+def _read_tensors(nested: object) -> dict[TensorKey, TensorInfo]:
+    found: dict[str, dict[str, dict[str, TensorInfo]]] = _NESTED.read(nested)
+    return {
+        TensorKey(section, name, kind): tensor
+        for section, names in found.items()
+        for name, kinds in names.items()
+        for kind, tensor in kinds.items()
+    }
+
+
+def _write_tensors(tensors: Mapping[TensorKey, TensorInfo]) -> Json:
+    nested: dict[str, dict[str, dict[str, Json]]] = {}
+    for key, tensor in tensors.items():
+        nested.setdefault(key.section, {}).setdefault(key.name, {})[key.kind] = to_json(tensor)
+    return nested
+
+
+Tensors = Annotated[dict[TensorKey, TensorInfo], Kind("an object", _read_tensors, _write_tensors)]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but the elements.
+    """All of a checkpoint but the elements: what ``manifest.json`` holds, beside the format's version."""
 
-    Attributes:
-        info: JSON: token, sequence, step, world, versions, and the encoded ``extra``.
-        params: by name: aliases (names that are tied to it), optimizer (its index, or None), step, carried, has_state;
-            "shape" and "blocks" (offsets and sizes) of a param that is saved in boxes (see ``param_box.py``); "turn"
-            (index, number) where several experts have the name.
-        optimizers: rule, whether it counts steps, groups (params by name, encoded values).
-    """
-
-    info: Mapping[str, Any]
-    params: Mapping[str, Any]
-    optimizers: Sequence[Any]
-    files: Mapping[str, FileInfo]
-    tensors: Mapping[TensorKey, TensorInfo]
+    info: CheckpointInfo
+    params: dict[str, ParamInfo]
+    optimizers: tuple[OptimizerInfo, ...]
+    files: dict[str, FileInfo]
+    tensors: Tensors
 
     def of(self, section: str) -> Iterator[tuple[TensorKey, TensorInfo]]:
         return ((key, tensor) for key, tensor in self.tensors.items() if key.section == section)
@@ -182,11 +314,8 @@ class Manifest:
         """By param: name of a box -> the box. A param that is not cut has one box, of its own name."""
         found = {}
         for name, about in self.params.items():
-            if "blocks" not in about:
-                shape = self.tensors[TensorKey("params", name, "param")].shape
-                found[name] = {name: ParamBox.whole(shape)}
-                continue
-            found[name] = {box.name_in(name): box for box in boxes_of(about)}
+            whole = () if about.blocks else (ParamBox.whole(self.tensors[TensorKey("params", name, "param")].shape),)
+            found[name] = {box.name_in(name): box for box in whole or about.boxes}
         return found
 
     @cached_property
@@ -209,46 +338,16 @@ class Manifest:
             if not key.is_of_scales:
                 name = self.param_of[key.name]
                 if name != key.name:
-                    shape = tuple(self.params[name]["shape"])
+                    shape = self.params[name].shape
                     strides = torch.empty(shape, device="meta").stride()
                     tensor = replace(tensor, shape=shape, strides=strides, ranges=())
                 found.setdefault(name, {}).setdefault(key.kind, tensor)
         return found
 
-    def carried(self, name: str) -> dict[str, float]:
-        """Returns the scalars that a rule carries from step to step with a param, to the bit."""
-        return {scalar: float.fromhex(value) for scalar, value in self.params[name]["carried"].items()}
-
     @cached_property
     def names(self) -> dict[str, set[str]]:
         """By section: the names of its tensors."""
         return {section: {key.name for key, _ in self.of(section)} for section in SECTIONS}
-
-
-def tensors_to_json(tensors: Mapping[TensorKey, TensorInfo]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        nested.setdefault(key.section, {}).setdefault(key.name, {})[key.kind] = tensor.to_json()
-    return nested
-
-
-def tensors_from_json(nested: Mapping[str, Any]) -> dict[TensorKey, TensorInfo]:
-    return {
-        TensorKey(section, name, kind): TensorInfo.from_json(value)
-        for section, names in nested.items()
-        for name, kinds in names.items()
-        for kind, value in kinds.items()
-    }
-
-
-def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def count(value: Any) -> int:
-    if not is_count(value):
-        raise ValueError(f"{value!r} is not a count")
-    return int(value)
 
 
 def check_apart(tensors: Mapping[TensorKey, TensorInfo]) -> None:

@@ -43,14 +43,15 @@ def check(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
 
 def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Sets the generators that were saved, as far as they exist here."""
-    if "torch" in saved:
-        torch.set_rng_state(saved["torch"])
-    if "cuda" in saved and device.type == "cuda":
-        torch.cuda.set_rng_state(saved["cuda"], device)
-    if "python" in saved:
-        random.setstate(_python_state(saved["python"]))
-    if "numpy" in saved:
-        np.random.set_state(_numpy_state_of(saved["numpy"]))
+    for kind, state in saved.items():
+        if kind == "torch":
+            torch.set_rng_state(state)
+        if kind == "cuda" and device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        if kind == "python":
+            random.setstate(_python_state(state))
+        if kind == "numpy":
+            np.random.set_state(_numpy_state_of(state))
 
 
 def _python_state(saved: torch.Tensor) -> tuple[Any, ...]:

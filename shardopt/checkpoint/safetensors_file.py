@@ -55,7 +55,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, data: memoryview) -> None:

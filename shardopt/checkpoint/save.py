@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from .model_ranks import collectives_of
 from .names import unwrapped
 from .plan_save import plan_save
 from .publish import NewCheckpoint
+from .typed_json import Count, from_json, to_json
 from .write import RankWriter, as_checkpoint_error
 
 if TYPE_CHECKING:
@@ -101,6 +103,16 @@ def save_checkpoint(
     return Saving(target.published)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """The directory that rank 0 made, as it tells the other ranks."""
+
+    path: str
+    sequence: Count
+    step: Count
+    token: str
+
+
 def _begin(root: Path, step: int, collectives: Collectives) -> NewCheckpoint:
     """Collective: returns the directory to write in, which rank 0 makes and all ranks see."""
     phase = "making the checkpoint's directory"
@@ -114,16 +126,16 @@ def _begin(root: Path, step: int, collectives: Collectives) -> NewCheckpoint:
             raise as_checkpoint_error(error, root)  # noqa: B904 (it has its cause)
 
     made = collectives.together(make, phase)
-    sent = None if made is None else [str(made.saving), made.sequence, made.step, made.token]
-    its_path, *facts = collectives.broadcast(sent, phase)
-    target = NewCheckpoint(root, *facts) if made is None else made
+    sent = None if made is None else to_json(Begun(str(made.saving), made.sequence, made.step, made.token))
+    begun = from_json(Begun, collectives.broadcast(sent, phase))
+    target = NewCheckpoint(root, begun.sequence, begun.step, begun.token) if made is None else made
 
     def check_visible() -> None:
         if not files.is_file(target.owner):
             raise CheckpointError(
                 "give all ranks of the model one directory, on a file system that all of them see: rank 0 made "
-                f"{its_path}, which is not there on rank {collectives.world.rank} (it looked for {target.saving}), so "
-                "no rank could read the ranges of the others."
+                f"{begun.path}, which is not there on rank {collectives.world.rank} (it looked for {target.saving}), "
+                "so no rank could read the ranges of the others."
             )
 
     _or_abandon(collectives, check_visible, target, phase)

@@ -1,101 +1,31 @@
-"""Checks every name, count and reference of a manifest, before anything else reads it.
+"""Checks what the records of a manifest say of each other, before anything else reads it.
 
-The digest of a manifest shows that nothing changed it, not that shardopt wrote it. Code that reads a manifest later
-relies on these checks: names refer to tensors that exist, counts are counts, encoded values can be decoded.
+The digest of a manifest shows that nothing changed it, not that shardopt wrote it. The types of its records show what
+each value is (``typed_json.py``). Code that reads a manifest later relies on the rest, which is checked here: names
+refer to tensors that exist, boxes make up their params, encoded values can be decoded.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, SPLIT, SPLIT24, BlockFormat
 from ..kernels.tables import BLOCK
-from .param_box import boxes_of, make_up
-from .records import SECTIONS, is_count
+from .param_box import make_up
+from .records import SECTIONS
+from .typed_json import Json, refusal
 from .values import MOST_LEVELS
 
 if TYPE_CHECKING:
-    from .records import Manifest, TensorInfo, TensorKey
+    from .records import Manifest, OptimizerInfo, TensorInfo, TensorKey
 
 _MOST_LEVELS = 2 * MOST_LEVELS  # a tuple is a list in a dict
 _MOST_DIMENSIONS = 64  # of a tensor of torch's
-
-
-# -- kinds of values ---------------------------------------------------------------------------------------------------
-
-
-def _parses(parse: Callable[[str], float], value: Any) -> bool:
-    try:
-        parse(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return isinstance(value, str)
-
-
-def _is_hex(value: Any) -> bool:
-    return _parses(float.fromhex, value)
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-
-
-def _are_norms(value: Any) -> bool:
-    known = isinstance(value, list) and len(value) == 3
-    return value is None or (known and _is_hex(value[0]) and _is_hex(value[1]) and is_count(value[2]))
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST_DIMENSIONS and all(map(is_count, value))
-
-
-def _are_boxes(value: Any) -> bool:
-    boxes = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
-    return boxes and all(_are_counts(at) and _are_counts(sizes) and len(at) == len(sizes) for at, sizes in value)
-
-
-def _is_index(value: Any) -> bool:
-    known = isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
-    return known and 0 <= value[0] < value[1]
-
-
-# What a value is, in the words of the message -> the test for it.
-_HOLDS: dict[str, Callable[[Any], bool]] = {
-    (_TEXT := "a text"): lambda value: isinstance(value, str),
-    (_FLAG := "true or false"): lambda value: type(value) is bool,
-    (_COUNT := "a count"): is_count,
-    (_ABOVE_0 := "a number of ranks"): lambda value: is_count(value) and value > 0,
-    (_HEX := "a number in hexadecimal digits"): _is_hex,
-    (_LIST := "a list"): lambda value: isinstance(value, list | tuple),
-    (_NAMES := "a list of names"): _are_names,
-    (_OBJECT := "an object"): lambda value: isinstance(value, Mapping),
-    (_NORMS := "two norms and a count"): _are_norms,
-    (_INDEX := "a number below another one"): _is_index,
-    (_SHAPE := "a shape"): _are_counts,
-    (_BOXES := "a list of boxes"): _are_boxes,
-}
-
-# Required and optional keys, and what their values are.
-_Fields = Mapping[str, str]
-_INFO: _Fields = {
-    **dict.fromkeys(("token", "shardopt", "torch"), _TEXT),
-    **dict.fromkeys(("sequence", "step"), _COUNT),
-    **dict.fromkeys(("extra", "module_extra"), _OBJECT),
-    "world": _ABOVE_0,
-}
-_INFO_OPTIONAL: _Fields = {"imported": _TEXT, "gradients": _OBJECT}
-_GRADIENT: _Fields = {"divisor": _ABOVE_0}
-_GRADIENT_OPTIONAL: _Fields = {"norms": _NORMS}
-_PARAM: _Fields = {"aliases": _NAMES, "step": _COUNT, "has_state": _FLAG, "carried": _OBJECT}
-_PARAM_OPTIONAL: _Fields = {"place": _TEXT, "turn": _INDEX, "shape": _SHAPE, "blocks": _BOXES}
-_OPTIMIZER: _Fields = {"rule": _TEXT, "counts_steps": _FLAG, "groups": _LIST}
-_GROUP: _Fields = {"params": _NAMES, "values": _OBJECT}
 
 
 def check_schema(manifest: Manifest) -> None:
@@ -167,8 +97,8 @@ def _check_in_its_section(manifest: Manifest, key: TensorKey, tensor: TensorInfo
     if key.section == "params":
         return
     if key.kind == "reduced":
-        known = manifest.info.get("gradients", {})
-        is_described = "turn" in manifest.params[manifest.param_of[key.name]] or key.name in known
+        is_of_experts = manifest.params[manifest.param_of[key.name]].turn is not None
+        is_described = is_of_experts or key.name in (manifest.info.gradients or {})
         _demand(is_described, where, key.kind, "a gradient that info describes")
     else:
         _check_rank(manifest, key.kind, where)
@@ -178,8 +108,8 @@ def _check_in_its_section(manifest: Manifest, key: TensorKey, tensor: TensorInfo
 
 
 def _check_rank(manifest: Manifest, name: str, where: str) -> None:
-    is_rank = name.isascii() and name.isdigit() and int(name[:9]) < manifest.info["world"] and len(name) < 9
-    _demand(is_rank, where, name, f"one of {manifest.info['world']} ranks")
+    is_rank = name.isascii() and name.isdigit() and int(name[:9]) < manifest.info.world and len(name) < 9
+    _demand(is_rank, where, name, f"one of {manifest.info.world} ranks")
 
 
 # -- info, params and optimizers ---------------------------------------------------------------------------------------
@@ -187,42 +117,36 @@ def _check_rank(manifest: Manifest, name: str, where: str) -> None:
 
 def _check_info(manifest: Manifest) -> None:
     info = manifest.info
-    _check(info, "info", _INFO, _INFO_OPTIONAL)
-    _check_dict(manifest, info["extra"], "info.extra")
-    for name, value in info["module_extra"].items():
+    _check_dict(manifest, info.extra, "info.extra")
+    for name, value in info.module_extra.items():
         _check_encoded(manifest, value, f"info.module_extra.{name}")
-    for name, about in info.get("gradients", {}).items():
-        where = f"info.gradients.{name}"
-        _demand(name in manifest.names["gradients"], where, name, "the name of a gradient")
-        _check(about, where, _GRADIENT, _GRADIENT_OPTIONAL)
+    for name in info.gradients or {}:
+        _demand(name in manifest.names["gradients"], f"info.gradients.{name}", name, "the name of a gradient")
 
 
 def _check_params(manifest: Manifest) -> None:
-    params, optimizers = manifest.params, manifest.optimizers
-    _expect(params, "params", _OBJECT)
-    _expect(optimizers, "optimizers", _LIST)
+    optimizers = manifest.optimizers
     kinds_of: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for key, tensor in manifest.of("params"):
         if not key.is_of_scales:
             kinds_of[key.name][key.kind] = tensor
-    for name, about in params.items():
+    for name, about in manifest.params.items():
         where = f"params.{name}"
-        _check(about, where, _PARAM, _PARAM_OPTIONAL)
-        if "blocks" in about:
+        if about.blocks is not None:
             _check_boxes(manifest, name, kinds_of)
         else:
             _demand("param" in kinds_of.get(name, ()), where, name, "the name of a tensor")
-        _check(about["carried"], f"{where}.carried", dict.fromkeys(about["carried"], _HEX))
-        number = about.get("optimizer", -1)
-        known = number is None or (type(number) is int and 0 <= number < len(optimizers))
-        _demand(known, f"{where}.optimizer", number, f"null, or one of {len(optimizers)} optimizers")
+        turn = about.turn
+        _demand(turn is None or turn.number < turn.total, f"{where}.turn", turn, "a number below another one")
+        known = about.optimizer is None or 0 <= about.optimizer < len(optimizers)
+        _demand(known, f"{where}.optimizer", about.optimizer, f"null, or one of {len(optimizers)} optimizers")
 
 
 def _check_boxes(manifest: Manifest, name: str, kinds_of: Mapping[str, Mapping[str, TensorInfo]]) -> None:
     """Checks that the boxes make up the param, and that each box has the same masters and states."""
     about, where = manifest.params[name], f"params.{name}.blocks"
-    shape, boxes = about.get("shape", ()), boxes_of(about)
-    _demand(len(boxes) > 1 and make_up(shape, boxes), where, about["blocks"], f"boxes of a param of shape {shape}")
+    shape, boxes = about.shape, about.boxes
+    _demand(len(boxes) > 1 and make_up(shape, boxes), where, about.blocks, f"boxes of a param of shape {list(shape)}")
     names = [box.name_in(name) for box in boxes]
     first = kinds_of.get(names[0], {})
     for each, box in zip(names, boxes, strict=True):
@@ -241,35 +165,33 @@ def _check_boxes(manifest: Manifest, name: str, kinds_of: Mapping[str, Mapping[s
         _demand(fits, f"params.{name}.{kind}", tensor.shape, f"sums over dimensions of shape {tuple(shape)}")
 
 
-def _check_optimizer(manifest: Manifest, number: int, optimizer: Any) -> None:
+def _check_optimizer(manifest: Manifest, number: int, optimizer: OptimizerInfo) -> None:
     params, where, listed = manifest.params, f"optimizers.{number}", set[str]()
-    _check(optimizer, where, _OPTIMIZER)
-    for index, group in enumerate(optimizer["groups"]):
+    for index, group in enumerate(optimizer.groups):
         at = f"{where}.groups.{index}"
-        _check(group, at, _GROUP)
-        for name in group["params"]:
-            own = name in params and params[name]["optimizer"] == number
+        for name in group.params:
+            own = name in params and params[name].optimizer == number
             _demand(own, f"{at}.params", name, "the name of a param of this optimizer")
-        listed.update(group["params"])
-        _check_dict(manifest, group["values"], f"{at}.values")
-        wrong = [key for key in ("params", "param_names", "process_group") if key in group["values"]]
+        listed.update(group.params)
+        _check_dict(manifest, group.values, f"{at}.values")
+        wrong = [key for key in ("params", "param_names", "process_group") if key in group.values]
         _demand(not wrong, f"{at}.values", wrong, "a hyper-parameter")
     for name, about in params.items():
-        in_group = about["optimizer"] != number or name in listed
+        in_group = about.optimizer != number or name in listed
         _demand(in_group, f"params.{name}.optimizer", number, "an optimizer that has it in a group")
 
 
 # -- encoded values ----------------------------------------------------------------------------------------------------
 
 
-def _check_dict(manifest: Manifest, value: Mapping[str, Any], where: str) -> None:
+def _check_dict(manifest: Manifest, value: Mapping[str, Json], where: str) -> None:
     """Checks an object that decodes to a dict."""
     wraps = len(value) == 1 and next(iter(value)) in ("$tensor", "$float", "$tuple")
     _demand(not wraps, where, value, "a dict")
     _check_encoded(manifest, value, where)
 
 
-def _check_encoded(manifest: Manifest, value: Any, where: str) -> None:
+def _check_encoded(manifest: Manifest, value: Json, where: str) -> None:
     """Checks that ``values.decode`` can read the value."""
     left = [(value, 0)]
     while left:
@@ -280,7 +202,7 @@ def _check_encoded(manifest: Manifest, value: Any, where: str) -> None:
             left += [(item, level + 1) for item in items]
 
 
-def _items(manifest: Manifest, value: Mapping[str, Any], where: str) -> list[Any]:
+def _items(manifest: Manifest, value: Mapping[str, Json], where: str) -> list[Json]:
     """Returns the encoded values in an object."""
     if len(value) != 1:
         return list(value.values())
@@ -290,43 +212,37 @@ def _items(manifest: Manifest, value: Mapping[str, Any], where: str) -> list[Any
         _demand(known, where, value, "the name of a tensor in extra")
         return []
     if key == "$float":
-        _demand(_parses(float, content), where, value, "a number as text")
+        _demand(_is_float(content), where, value, "a number as text")
         return []
     if key == "$tuple":
         _demand(isinstance(content, list), where, value, "a list")
     if key == "$dict":
-        _expect(content, where, _OBJECT)
+        if not isinstance(content, Mapping):
+            raise refusal(where, content, "an object")
         return list(content.values())
     if key in ("$items", "$counter"):
-        _demand(_are_items(content), where, value, "a list of keys, strings or integers, with their values")
-        return [item for _, item in content]
+        items = _items_of(content)
+        if items is None:
+            raise refusal(where, value, "a list of keys, strings or integers, with their values")
+        return items
     return [content]
 
 
-def _are_items(content: Any) -> bool:
-    return isinstance(content, list) and all(
-        isinstance(each, list) and len(each) == 2 and isinstance(each[0], str | int) for each in content
-    )
+def _is_float(content: Json) -> bool:
+    try:
+        return isinstance(content, str) and bool(float(content) or True)
+    except (ValueError, OverflowError):
+        return False
 
 
-def _check(value: Any, where: str, required: _Fields, optional: _Fields | None = None) -> None:
-    """Checks an object by its fields."""
-    _expect(value, where, _OBJECT)
-    for key, kind in {**required, **(optional or {})}.items():
-        if key in value or key in required:
-            _demand(key in value and _HOLDS[kind](value[key]), f"{where}.{key}", value.get(key), kind)
+def _items_of(content: Json) -> list[Json] | None:
+    """Returns the values of ``[[key, value], ...]``; None if it is not such a list."""
+    pairs = [each for each in content if isinstance(each, list) and len(each) == 2] if isinstance(content, list) else []
+    if not isinstance(content, list) or len(pairs) != len(content):
+        return None
+    return [item for _, item in pairs] if all(isinstance(key, str | int) for key, _ in pairs) else None
 
 
-def _expect(value: Any, where: str, kind: str) -> None:
-    _demand(_HOLDS[kind](value), where, value, kind)
-
-
-def _demand(holds: bool, where: str, found: Any, expected: str) -> None:
+def _demand(holds: bool, where: str, found: object, expected: str) -> None:
     if not holds:
-        shown = repr(found) if isinstance(found, str | int | float | torch.dtype | None) else type(found).__name__
-        if isinstance(found, tuple | list):
-            shown = repr(list(found[:8]))
-        raise CheckpointError(
-            f"load another checkpoint: the manifest says {where[:200]} = {shown[:200]}, where {expected} belongs, so "
-            "shardopt did not write it, and nothing was loaded. If no file was changed, this is a bug in shardopt."
-        )
+        raise refusal(where, found, expected)

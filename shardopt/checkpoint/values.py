@@ -7,12 +7,13 @@ restore its exact bits. A Counter comes back as one: the scheduler MultiStepLR k
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from .typed_json import Json
 
 MOST_LEVELS = 100  # of nested lists, tuples and dicts; a container that holds itself has no end
 
@@ -20,7 +21,7 @@ Keep = Callable[[torch.Tensor], str]  # takes a tensor to save, returns its name
 Find = Callable[[str], torch.Tensor]
 
 
-def encode(value: Any, keep: Keep, where: str) -> Any:
+def encode(value: object, keep: Keep, where: str) -> Json:
     """Returns a JSON-able form of ``value``.
 
     Raises:
@@ -29,7 +30,14 @@ def encode(value: Any, keep: Keep, where: str) -> Any:
     return _encode(value, keep, where, 0)
 
 
-def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
+def encode_dict(value: Mapping[str, object], keep: Keep, where: str) -> Mapping[str, Json]:
+    """Returns what :func:`encode` makes of a dict: an object."""
+    encoded = _encode(dict(value), keep, where, 0)
+    assert isinstance(encoded, Mapping)
+    return encoded
+
+
+def _encode(value: object, keep: Keep, where: str, level: int) -> Json:
     if level > MOST_LEVELS:
         raise CheckpointError(
             f"save a flat copy of what is needed: {where[:200]}... nests more than {MOST_LEVELS} lists and dicts, and "
@@ -57,7 +65,13 @@ def _encode(value: Any, keep: Keep, where: str, level: int) -> Any:
     )
 
 
-def decode(value: Any, find: Find) -> Any:
+def decode_dict(value: Mapping[str, Json], find: Find) -> dict[str, Any]:
+    """Returns the dict that :func:`encode_dict` encoded."""
+    found: dict[str, Any] = decode(value, find)
+    return found
+
+
+def decode(value: Json, find: Find) -> Any:
     """Returns the value that :func:`encode` encoded; ``find`` returns the tensors."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]

@@ -12,11 +12,11 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,8 +26,9 @@ from . import files, publish
 from .elements import contiguous_strides
 from .manifest import checked, to_bytes
 from .reader import file_chunks_of_range
-from .records import FileInfo, Manifest, SavedRange, tensors_from_json, tensors_to_json
+from .records import CheckpointInfo, FileInfo, Manifest, SavedRange, Tensors
 from .safetensors_file import SafetensorsWriter, header
+from .typed_json import from_json, to_json
 
 # Advice by the error of the system.
 _ADVICE = {
@@ -51,6 +52,15 @@ _MOST_OF_A_PART = 1 << 30
 _SHORTEST, _LONGEST = 0.001, 0.25  # seconds between two looks
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank wrote: its entries of the manifest, which rank 0 reads."""
+
+    name: str
+    file: FileInfo
+    tensors: Tensors
+
+
 class RankWriter:
     """Writes one rank's file of one checkpoint; rank 0 then publishes the checkpoint. Ranks communicate by files only.
 
@@ -72,7 +82,7 @@ class RankWriter:
             part = self._write()
             if self._keep is not None:
                 self._read_back(part)
-            self._leave("json", json.dumps(part).encode())  # once the rank's file is durable: what it holds
+            self._leave("json", json.dumps(to_json(part)).encode())  # once the rank's file is durable: what it holds
             if self._rank == 0:
                 publish.publish(self.target, to_bytes(checked(self._manifest(self._parts()))))
                 if self._keep is not None:
@@ -90,7 +100,7 @@ class RankWriter:
         finally:
             self.target.release()
 
-    def _write(self) -> dict[str, Any]:
+    def _write(self) -> RankPart:
         """Writes this rank's file. Returns its entries of the manifest."""
         # The widest dtypes first, so that all are aligned in the file.
         items = sorted(self._plan.items, key=lambda item: -item.tensor.dtype.itemsize)
@@ -104,22 +114,17 @@ class RankWriter:
                 written = SavedRange(item.start, item.stop, self._path.name, offset, sums)
                 tensors[item.key] = replace(item.tensor, ranges=(written,))
             file = writer.finish()
-        return {
-            "name": self._path.name,
-            "file": [file.nbytes, file.header_bytes, file.header_sha256],
-            "tensors": tensors_to_json(tensors),
-        }
+        return RankPart(self._path.name, file, tensors)
 
-    def _read_back(self, part: Mapping[str, Any]) -> None:
+    def _read_back(self, part: RankPart) -> None:
         """Raises CheckpointError unless the disk returns what was written."""
         file = files.open_file(self._path)
         try:
             files.forget_pages(file)
-            nbytes, header_bytes, sha = part["file"]
-            head = bytearray(header_bytes)
+            head = bytearray(part.file.header_bytes)
             files.read_into(file, memoryview(head), 0)
-            whole = files.size(file) == nbytes and hashlib.sha256(head).hexdigest() == sha
-            for key, tensor in tensors_from_json(part["tensors"]).items():
+            whole = FileInfo(files.size(file), len(head), hashlib.sha256(head).hexdigest()) == part.file
+            for key, tensor in part.tensors.items():
                 for chunk in file_chunks_of_range(key, tensor, tensor.ranges[0], 0, tensor.numel):
                     buffer = memoryview(bytearray(chunk.nbytes))
                     files.read_into(file, buffer, chunk.offset)
@@ -132,25 +137,27 @@ class RankWriter:
                 "memory is faulty. Older checkpoints were kept."
             )
 
-    def _manifest(self, parts: Sequence[Mapping[str, Any]]) -> Manifest:
+    def _manifest(self, parts: Sequence[RankPart]) -> Manifest:
         """Rank 0: returns the manifest of what all ranks wrote; a missing range shows in its check."""
         tensors: dict[TensorKey, TensorInfo] = dict(self._plan.tensors)
         for part in parts:
-            for key, tensor in tensors_from_json(part["tensors"]).items():
+            for key, tensor in part.tensors.items():
                 before = tensors.get(key, replace(tensor, ranges=()))
                 tensors[key] = replace(before, ranges=(*before.ranges, *tensor.ranges))
-        info = {
-            "token": self.target.token,
-            "sequence": self.target.sequence,
-            "step": self.target.step,
-            "world": self._size,
-            "shardopt": __version__,
-            "torch": str(torch.__version__),
-            **self._plan.own,
-        }
-        written = {part["name"]: FileInfo(*part["file"]) for part in parts}
-        shared = self._plan.shared
-        return Manifest(info, shared["params"], shared["optimizers"], written, tensors)
+        plan = self._plan
+        info = CheckpointInfo(
+            token=self.target.token,
+            sequence=self.target.sequence,
+            step=self.target.step,
+            world=self._size,
+            shardopt=__version__,
+            torch=str(torch.__version__),
+            gradients=plan.gradients,
+            extra=plan.extra,
+            module_extra=plan.module_extra,
+            imported=plan.imported,
+        )
+        return Manifest(info, plan.params, plan.optimizers, {part.name: part.file for part in parts}, tensors)
 
     # -- files by which ranks communicate ----------------------------------------------------------------------------
 
@@ -167,11 +174,12 @@ class RankWriter:
             if not files.is_directory(self.target.published):
                 raise
 
-    def _parts(self) -> list[dict[str, Any]]:
+    def _parts(self) -> list[RankPart]:
         """Rank 0: waits for the files of all ranks. Returns each rank's entries of the manifest."""
         wanted = [f"rank-{rank:05d}.json" for rank in range(self._size)]
         self._wait(lambda names: all(name in names for name in wanted), "writing its file")
-        return [json.loads(files.read_file(self.target.saving / name, _MOST_OF_A_PART)) for name in wanted]
+        left = (files.read_file(self.target.saving / name, _MOST_OF_A_PART) for name in wanted)
+        return [from_json(RankPart, json.loads(data), "of a rank") for data in left]
 
     def _wait(self, is_there: Callable[[dict[str, int]], bool], what: str) -> None:
         last, since, pause = None, time.monotonic(), _SHORTEST

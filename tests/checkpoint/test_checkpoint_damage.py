@@ -18,7 +18,8 @@ from shardopt import CheckpointError, ShardedAdamW, ShardedSGD, StateError
 from shardopt.checkpoint import rng
 from shardopt.checkpoint.inspect import verify
 from shardopt.checkpoint.manifest import from_bytes, to_bytes
-from shardopt.checkpoint.records import FileInfo, Manifest, tensors_from_json
+from shardopt.checkpoint.records import Manifest
+from shardopt.checkpoint.typed_json import from_json
 from tests.support.checkpoints import Cell, build, facts, save, train
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -125,9 +126,7 @@ def test_manifests_that_nobody_can_have_written(tmp_path: Path) -> None:
     def changed(change: Callable[[dict[str, Any]], Any]) -> bytes:
         content = json.loads(to_bytes(good))["manifest"]
         change(content)
-        files = {name: FileInfo(*each) for name, each in content["files"].items()}
-        tensors = tensors_from_json(content["tensors"])
-        return to_bytes(Manifest(content["info"], content["params"], content["optimizers"], files, tensors))
+        return to_bytes(from_json(Manifest, content))
 
     def weight(content: dict[str, Any]) -> Any:
         return content["tensors"]["params"]["0.weight"]["param"]

@@ -62,11 +62,11 @@ def check_values(runs: Path, case: str) -> None:
         for name, tensor in tensors.items():
             assert found[name].dtype is tensor.dtype and found[name].shape == tensor.shape, name
             assert raw(found[name]) == raw(tensor), name
-        assert {name: about["step"] for name, about in manifest.params.items() if about["has_state"]} == steps
+        assert {name: about.step for name, about in manifest.params.items() if about.has_state} == steps
         assert len(steps) >= 6 and set(steps.values()) == {3}
-        aliases = {name: about["aliases"] for name, about in manifest.params.items() if about["aliases"]}
-        assert aliases == ({} if case in ("fsdp2", "plain") else {"embed.weight": ["head.weight"]})
-        hyper = [group["values"] for group in manifest.optimizers[0]["groups"]]
+        aliases = {name: about.aliases for name, about in manifest.params.items() if about.aliases}
+        assert aliases == ({} if case in ("fsdp2", "plain") else {"embed.weight": ("head.weight",)})
+        hyper = [group.values for group in manifest.optimizers[0].groups]
     assert [(group["lr"], group["weight_decay"]) for group in hyper] == [(0.01, DECAY), (0.02, 0.0)]
     assert all(group["decoupled_weight_decay"] and group["eps"] == HYPER["eps"] for group in hyper)
 
@@ -414,7 +414,7 @@ def test_both_dicts_in_one_file(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "model": model, "optimizer": optimizer, "rng": torch.zeros(3)}, tmp_path / "both.pt")
     assert main(["import", str(tmp_path / "both.pt"), str(tmp_path / "runs"), *CLEAR]) == 0
     with Checkpoint(find(tmp_path / "runs")) as checkpoint:
-        assert checkpoint.manifest.params["embed.weight"]["aliases"] == ["head.weight"]
+        assert checkpoint.manifest.params["embed.weight"].aliases == ("head.weight",)
         assert len(checkpoint.manifest.params) == 8
 
 
@@ -445,10 +445,10 @@ def test_other_forms_of_distributed_checkpoints(form: str, tmp_path: Path) -> No
     as_distributed(tmp_path / "dcp", saved, model.state_dict(), flat=form == "flat")
     assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "runs")]) == 0
     with Checkpoint(find(tmp_path / "runs")) as checkpoint:
-        (group,) = checkpoint.manifest.optimizers[0]["groups"]
-        assert group["params"] == [name for name, _ in named] and group["values"]["lr"] == 0.25
+        (group,) = checkpoint.manifest.optimizers[0].groups
+        assert group.params == tuple(name for name, _ in named) and group.values["lr"] == 0.25
         for name, param in named:
-            assert checkpoint.manifest.params[name]["step"] == 2
+            assert checkpoint.manifest.params[name].step == 2
             for kind in ("exp_avg", "exp_avg_sq"):
                 assert raw(checkpoint.whole(TensorKey("params", name, kind))) == raw(optimizer.state[param][kind]), name
             assert raw(checkpoint.whole(TensorKey("params", name, "param"))) == raw(param.detach()), name

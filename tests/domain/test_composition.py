@@ -503,9 +503,9 @@ def saves_tied_experts(folder: Path) -> None:
     optimizer.step()
     save_checkpoint(folder, model, optimizer)
     with Checkpoint(find(folder)) as checkpoint:
-        aliases = {name: about["aliases"] for name, about in checkpoint.manifest.params.items() if about["aliases"]}
+        aliases = {name: about.aliases for name, about in checkpoint.manifest.params.items() if about.aliases}
     both = [f"{kind}@{turn}of2" for kind in ("weight", "bias") for turn in range(2)]
-    assert aliases == {f"expert.{each}": [f"tied.{each}"] for each in both}
+    assert aliases == {f"expert.{each}": (f"tied.{each}",) for each in both}
 
 
 def test_tied_experts_keep_their_names(ranks: Pool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from .unpickle import read_index, read_item
 
 if TYPE_CHECKING:
     from .from_torch import Hints
-    from .source import Foreign
+    from .source import Foreign, Hyper
 
 INDEX = ".metadata"
 
@@ -98,7 +98,7 @@ def _check_boxes(
         )
 
 
-def _nested(folder: Path, index: Any) -> Any:
+def _nested(folder: Path, index: Any) -> object:
     """Returns the dict that was saved, with a LazyTensor in place of each tensor."""
     places: _Places = {}
     for key, place in index.storage_data.items():
@@ -118,16 +118,16 @@ def _nested(folder: Path, index: Any) -> Any:
     return _unflattened(_with_lists(root))
 
 
-def _is_wanted(path: tuple[Any, ...]) -> bool:
+def _is_wanted(path: tuple[object, ...]) -> bool:
     """True for groups of optimizers. Other values, such as a data loader's state, may be of any class: not read."""
     return any(str(key).partition(".")[0] in ("param_groups", "state") for key in path)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return LazyTensor.of(value) if isinstance(value, torch.Tensor) else value
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: object) -> Any:
     """Restores lists by the name ``param_groups`` from dicts with the keys 0, 1, ..."""
     if not isinstance(value, Mapping):
         return value
@@ -141,15 +141,15 @@ def _with_lists(value: Any) -> Any:
     return found
 
 
-def _unflattened(value: Any) -> Any:
+def _unflattened(value: object) -> object:
     """Brings optimizers saved as ``state.<param>.<kind>`` and ``param_groups.<param>.<key>`` to torch's own form."""
     if not isinstance(value, Mapping):
         return value
     flat = [key for key in value if isinstance(key, str) and key.startswith(("state.", "param_groups."))]
     if not any(key.startswith("param_groups.") for key in flat):
         return {key: _unflattened(item) for key, item in value.items()}
-    state: dict[str, dict[str, Any]] = {}
-    hyper: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, object]] = {}
+    hyper: dict[str, dict[str, object]] = {}
     for key in flat:
         section, _, rest = key.partition(".")
         param, _, kind = rest.rpartition(".")
@@ -158,7 +158,7 @@ def _unflattened(value: Any) -> Any:
     return {**rest_of_it, "optimizer": {"state": state, "param_groups": list(_regrouped(hyper))}}
 
 
-def _regrouped(hyper: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _regrouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterator[Hyper]:
     """Makes one group of all params with equal hyper-parameters: the file does not list the groups."""
     groups: dict[str, dict[str, Any]] = {}
     for param, values in hyper.items():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import Foreign, ForeignParam, LazyTensor
+from .source import Foreign, ForeignParam, Hyper, LazyTensor, picked
 from .unpickle import Inert, read_file
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -79,6 +79,51 @@ class _FlatParam:
     slices: Sequence[_FlatSlice]
 
 
+Shapes = Mapping[str, Sequence[int]]  # by name of a param
+
+
+@dataclass(frozen=True)
+class _RankFile:
+    """One rank's file, as far as it is read; ``ds_config``: of the whole run."""
+
+    optimizer_state_dict: Mapping[str, Any]
+    ds_config: object = None
+
+
+@dataclass(frozen=True)
+class _RankStates:
+    """What ``optimizer_state_dict`` of a rank's file holds: stage 3 and the others have different names."""
+
+    partition_count: int | list[int]
+    zero_stage: Inert | int = 1  # older versions' bf16 optimizer, which is stage 1, writes none
+    optimizer_state_dict: object = None
+    base_optimizer_state: object = None
+    fp32_flat_groups: Sequence[torch.Tensor] = ()
+    single_partition_of_fp32_groups: Sequence[torch.Tensor] = ()
+    param_alignment_paddings: Sequence[Sequence[int]] | None = None
+    param_slice_mappings: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What the wrapped optimizer's own dict holds; ``state``: by number of a flat vector."""
+
+    param_groups: Sequence[Hyper]
+    state: Mapping[int, Hyper]
+
+
+@dataclass(frozen=True)
+class _ModelFile:
+    """A file of weights."""
+
+    module: Mapping[str, torch.Tensor]
+    param_shapes: Sequence[Shapes]
+    buffer_names: Sequence[str]
+    shared_params: Mapping[str, str] | None = None
+    frozen_param_shapes: Shapes | None = None
+    frozen_param_fragments: Mapping[str, torch.Tensor] | None = None
+
+
 class _ZeroFiles:
     """Reads the files of all ranks, and finds each param in them."""
 
@@ -86,11 +131,11 @@ class _ZeroFiles:
         self.tag = tag
         files = self._files()
         self.world = len(files)
-        saved = [read_file(path) for path in files]
-        self.config = saved[0].get("ds_config")
-        self.optims = [each["optimizer_state_dict"] for each in saved]
+        saved = [picked(_RankFile, read_file(path)) for path in files]
+        self.config = saved[0].ds_config
+        self.optims = [picked(_RankStates, each.optimizer_state_dict) for each in saved]
         self.stage = _stage(self.optims[0])
-        count = self.optims[0]["partition_count"]
+        count = self.optims[0].partition_count
         if (max(count) if isinstance(count, list) else count) != self.world:
             raise self._missing(f"{count} ranks wrote it, the files of {self.world} are there")
         names = (
@@ -101,15 +146,17 @@ class _ZeroFiles:
         absent = [name for name in names if not (tag / name).is_file()]
         if absent:
             raise self._missing(f"{absent[0]} is not there")
-        self.models = [read_file(tag / name) for name in names]
-        base = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        self.bases = [each[base] for each in self.optims]
-        if not all(isinstance(each, Mapping) for each in self.bases):
+        self.models = [picked(_ModelFile, read_file(tag / name)) for name in names]
+        is_3 = self.stage == 3
+        bases = [each.optimizer_state_dict if is_3 else each.base_optimizer_state for each in self.optims]
+        if None in bases:
+            raise KeyError("optimizer_state_dict" if is_3 else "base_optimizer_state")
+        if not all(isinstance(each, Mapping) for each in bases):
             raise CheckpointError(
                 f"save it with 'elastic_checkpoint': false: {tag} was saved without param groups. Nothing was imported."
             )
-        masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        self.masters: list[Sequence[torch.Tensor]] = [each[masters] for each in self.optims]
+        self.bases = [picked(_Base, each) for each in bases if isinstance(each, Mapping)]
+        self.masters = [each.fp32_flat_groups if is_3 else each.single_partition_of_fp32_groups for each in self.optims]
 
     def _files(self) -> list[Path]:
         found: dict[int, Path] = {}
@@ -139,10 +186,10 @@ class _ZeroFiles:
 
     def foreign(self) -> Foreign:
         model = self.models[0]
-        module, shared = model["module"], dict(model.get("shared_params") or {})
+        module, shared = model.module, dict(model.shared_params or {})
         places = self._places_of_stage_3() if self.stage == 3 else self._places_of_stage_1()
         groups, params = [], {}
-        saved_groups = self.bases[0]["param_groups"]
+        saved_groups = self.bases[0].param_groups
         names_of = self._names(places, saved_groups)
         for group, names in zip(saved_groups, names_of, strict=True):
             hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -150,7 +197,7 @@ class _ZeroFiles:
             for name in names:
                 aliases = tuple(alias for alias, owner in shared.items() if owner == name)
                 params[name] = self._param(name, places[name], module[name], aliases, group)
-        buffers = {name: LazyTensor.of(module[name]) for name in model["buffer_names"] if name in module}
+        buffers = {name: LazyTensor.of(module[name]) for name in model.buffer_names if name in module}
         known = {*params, *buffers, *shared}
         for name, frozen in self._frozen(module, known).items():
             aliases = tuple(alias for alias, owner in shared.items() if owner == name)
@@ -158,9 +205,9 @@ class _ZeroFiles:
         return Foreign(f"DeepSpeed stage {self.stage}, {self.world} ranks: {self.tag.name}", params, buffers, groups)
 
     def _places_of_stage_1(self) -> dict[str, _FlatParam]:
-        paddings = self.optims[0].get("param_alignment_paddings")
+        paddings = self.optims[0].param_alignment_paddings
         places = {}
-        for index, shapes in enumerate(self.models[0]["param_shapes"]):
+        for index, shapes in enumerate(self.models[0].param_shapes):
             size = self.masters[0][index].numel()  # padding is cut off at the last rank only
             start = 0
             for number, (name, shape) in enumerate(shapes.items()):
@@ -179,7 +226,7 @@ class _ZeroFiles:
     def _check_slices(self, name: str, index: int, slices: Sequence[_FlatSlice]) -> None:
         """Compares the slices with the tables that newer versions of DeepSpeed write."""
         for rank, optim in enumerate(self.optims):
-            tables = optim.get("param_slice_mappings")
+            tables = optim.param_slice_mappings
             if not tables:
                 continue
             listed = tables[index].get(name)
@@ -191,7 +238,7 @@ class _ZeroFiles:
                 )
 
     def _places_of_stage_3(self) -> dict[str, _FlatParam]:
-        shapes = [item for group in self.models[0]["param_shapes"] for item in group.items()]
+        shapes = [item for group in self.models[0].param_shapes for item in group.items()]
         places = {}
         index = start = 0
         for name, shape in shapes:
@@ -210,7 +257,7 @@ class _ZeroFiles:
                 raise CheckpointError(f"{self.tag}: {name!r} does not end with its sub-group: nothing was imported.")
         return places
 
-    def _names(self, places: Mapping[str, _FlatParam], groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    def _names(self, places: Mapping[str, _FlatParam], groups: Sequence[Hyper]) -> list[tuple[str, ...]]:
         """Returns the names of each group's params: those in its flat vectors."""
         found: list[tuple[str, ...]] = []
         for group in groups:
@@ -230,14 +277,14 @@ class _ZeroFiles:
         place: _FlatParam,
         low: torch.Tensor,
         aliases: tuple[str, ...],
-        group: Mapping[str, Any],
+        group: Hyper,
     ) -> ForeignParam:
         shape, slices = place.shape, place.slices
         index = slices[0].index
         master = self._cut(name, shape, slices, [each[index] for each in self.masters])
         values = LazyTensor.of(low) if tuple(low.shape) == shape else master.as_dtype(low.dtype)
-        own = [base["state"].get(index, {}) for base in self.bases]
-        state: dict[str, Any] = {}
+        own = [base.state.get(index, {}) for base in self.bases]
+        state: dict[str, LazyTensor | float] = {}
         for key, value in own[0].items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 state[key] = self._cut(f"{key} of {name}", shape, slices, [each[key] for each in own])
@@ -270,15 +317,15 @@ class _ZeroFiles:
         if self.stage < 3:
             return {name: LazyTensor.of(tensor) for name, tensor in module.items() if name not in known}
         found = {}
-        for name, shape in (self.models[0].get("frozen_param_shapes") or {}).items():
-            flats = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
+        for name, shape in (self.models[0].frozen_param_shapes or {}).items():
+            flats = [(model.frozen_param_fragments or {})[name].reshape(-1) for model in self.models]
             own = -(-math.prod(shape) // self.world)
             ends = [min(own, max(math.prod(shape) - rank * own, 0)) for rank in range(self.world)]
             slices = [_FlatSlice(rank, 0, 0, end) for rank, end in enumerate(ends)]
             found[name] = self._cut(name, tuple(shape), slices, flats)
         return found
 
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _hyper(self, group: Hyper) -> dict[str, Any]:
         """Returns hyper-parameters by torch's names. DeepSpeed's own Adams keep some of them in the config."""
         hyper = {key: value for key, value in group.items() if key != "step"}
         if "bias_correction" in hyper:
@@ -296,8 +343,8 @@ class _ZeroFiles:
         return hyper
 
 
-def _stage(optim: Mapping[str, Any]) -> int:
-    saved = optim.get("zero_stage", 1)  # older versions' bf16 optimizer, which is stage 1, writes none
+def _stage(optim: _RankStates) -> int:
+    saved = optim.zero_stage
     stage = int(saved.arguments[0]) if isinstance(saved, Inert) else int(saved)
     if stage not in (1, 2, 3):
         raise CheckpointError(f"a ZeRO stage {stage} is not known: nothing was imported.")

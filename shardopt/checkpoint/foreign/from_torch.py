@@ -1,17 +1,19 @@
 """Reads a ``torch.optim`` state dict and a model state dict, from one or two files or nested in one dict."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
 from ...errors import CheckpointError
 from .name_by_order import name_by_order
-from .source import Foreign, ForeignParam, LazyTensor
+from .source import Foreign, ForeignParam, Hyper, LazyTensor, State, picked
 from .unpickle import read_file
 
+KeyPath = tuple[object, ...]  # the keys that lead to something in nested dicts
 # Names of buffers in the state dicts of torch's own layers.
 _BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
 _USUAL = ("model", "module", "state_dict", "model_state_dict", "")
@@ -26,7 +28,7 @@ def read_torch(sources: Sequence[Path], hints: "Hints") -> Foreign:
     return from_nested(nested, f"torch: {', '.join(path.name for path in sources)}", hints)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> object:
     return _safetensors(path) if path.suffix == ".safetensors" else _lazy(read_file(path))
 
 
@@ -42,7 +44,7 @@ def _safetensors(path: Path) -> dict[str, LazyTensor]:
     return {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
 
 
-def _lazy(value: Any) -> Any:
+def _lazy(value: object) -> object:
     """Returns the same containers with a LazyTensor in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return LazyTensor.of(value)
@@ -62,7 +64,15 @@ class Hints(NamedTuple):
     drop: Sequence[str] = ()
 
 
-def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
+@dataclass(frozen=True)
+class TorchStates:
+    """A state dict of ``torch.optim``; ``state``: by number or name of a param."""
+
+    param_groups: Sequence[Hyper]
+    state: Mapping[object, State] = field(default_factory=dict)
+
+
+def from_nested(nested: object, origin: str, hints: Hints) -> Foreign:
     """Finds the state dicts of optimizer and model in nested dicts of LazyTensors."""
     optimizers = dict(_optimizers(nested, ()))
     if len(optimizers) != 1:
@@ -72,11 +82,11 @@ def from_nested(nested: Any, origin: str, hints: Hints) -> Foreign:
             f"{origin} has {len(optimizers)} optimizer state dicts {found}. Nothing was written."
         )
     weights = {name: tensor for name, tensor in _model(nested, origin).items() if not _matches(str(name), hints.drop)}
-    (states,) = optimizers.values()
+    (saved,) = optimizers.values()
     weights, aliases = _untied(weights)
-    groups, owned = _groups(states, weights, aliases, hints)
+    groups, owned = _groups(saved, weights, aliases, hints)
     params = {
-        name: ForeignParam(weights[name], aliases.get(name, ()), states["state"].get(key, {}))
+        name: ForeignParam(weights[name], aliases.get(name, ()), saved.state.get(key, {}))
         for name, key in owned.items()
     }
     buffers: dict[str, LazyTensor] = {}
@@ -103,7 +113,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> TypeGuard[Hyper]:
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("param_groups"), list)
@@ -111,15 +121,15 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+def _optimizers(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, TorchStates]]:
     if _is_optimizer(value):
-        yield path, {"state": {}, **value}
+        yield path, picked(TorchStates, value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _optimizers(item, (*path, key))
 
 
-def _model(nested: Any, origin: str) -> dict[str, LazyTensor]:
+def _model(nested: object, origin: str) -> dict[str, LazyTensor]:
     """Returns the dict whose values are tensors; of several such dicts, the one with a usual name."""
     found = dict(_holders(nested, ()))
     named = {path: each for path, each in found.items() if str(path[-1] if path else "") in _USUAL}
@@ -133,7 +143,7 @@ def _model(nested: Any, origin: str) -> dict[str, LazyTensor]:
     return model
 
 
-def _holders(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, LazyTensor]]]:
+def _holders(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, dict[str, LazyTensor]]]:
     if not isinstance(value, Mapping) or _is_optimizer(value):
         return
     tensors = {str(key): item for key, item in value.items() if isinstance(item, LazyTensor)}
@@ -145,7 +155,7 @@ def _holders(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
 
 def _untied(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, tuple[str, ...]]]:
     """Returns each tensor by its first name, and the other names by that name."""
-    first: dict[Any, str] = {}
+    first: dict[object, str] = {}
     kept: dict[str, LazyTensor] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, tensor in weights.items():
@@ -158,10 +168,10 @@ def _untied(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], d
 
 
 def _groups(
-    states: Mapping[str, Any], weights: Mapping[str, LazyTensor], aliases: Mapping[str, tuple[str, ...]], hints: Hints
-) -> tuple[list[tuple[tuple[str, ...], dict[str, Any]]], dict[str, Any]]:
+    states: TorchStates, weights: Mapping[str, LazyTensor], aliases: Mapping[str, tuple[str, ...]], hints: Hints
+) -> tuple[list[tuple[tuple[str, ...], Hyper]], dict[str, object]]:
     """Returns the groups by name; and for each name its key in the dict of states."""
-    saved = states["param_groups"]
+    saved = states.param_groups
     keys = [list(group["params"]) for group in saved]
     canonical = {alias: name for name, its in aliases.items() for alias in (name, *its)}
     canonical |= {name: name for name in weights if name not in canonical}
@@ -177,7 +187,7 @@ def _groups(
             for name, tensor in weights.items()
             if tensor.dtype.is_floating_point and not _matches(name, (*hints.buffers, *hints.frozen, *_BUFFERS))
         }
-        names = name_by_order([[_shape(states["state"].get(key, {})) for key in group] for group in keys], candidates)
+        names = name_by_order([[_shape(states.state.get(key, {})) for key in group] for group in keys], candidates)
     unknown = [name for group in names for name in group if name not in canonical]
     if unknown:
         raise CheckpointError(
@@ -185,8 +195,8 @@ def _groups(
             f"(without a wrapper's 'module.'): {unknown[:4]} are not in the model's state dict, which begins with "
             f"{list(weights)[:4]}. Nothing was written."
         )
-    owned: dict[str, Any] = {}
-    groups = []
+    owned: dict[str, object] = {}
+    groups: list[tuple[tuple[str, ...], Hyper]] = []
     for group, its_names, its_keys in zip(saved, names, keys, strict=True):
         found = tuple(canonical[name] for name in its_names)
         owned.update(zip(found, its_keys, strict=True))
@@ -196,7 +206,7 @@ def _groups(
     return groups, owned
 
 
-def _dealt(names: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[list[str]]:
+def _dealt(names: Sequence[str], keys: Sequence[Sequence[object]]) -> list[list[str]]:
     wanted = sum(map(len, keys))
     if len(names) != wanted:
         raise CheckpointError(
@@ -206,7 +216,7 @@ def _dealt(names: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[list[str
     return [[next(rest) for _ in group] for group in keys]
 
 
-def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _shape(state: State) -> tuple[int, ...] | None:
     """Returns the shape of the param: of its states, or as rows and columns broadcast; None if it has none of these."""
     shapes = {value.shape for key, value in state.items() if isinstance(value, LazyTensor) and key != "step"}
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from ...partition.comm.group import Ranks
 from .. import files, publish, values
 from ..elements import contiguous_strides
 from ..plan_save import SavePlan
-from ..records import NAME_OF_DTYPE, TensorInfo, TensorKey
+from ..records import NAME_OF_DTYPE, GroupInfo, OptimizerInfo, ParamInfo, TensorInfo, TensorKey
 from ..write import RankWriter, as_checkpoint_error
 from .source import LazyTensor, plain_hyper
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ...rules import Rule
     from ..elements import Read
     from ..plan_save import WriteItem
-    from .source import Foreign, ForeignParam
+    from .source import Foreign, ForeignParam, Hyper
 
 
-def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> SavePlan:
+def plan_import(foreign: Foreign, rule: Rule, defaults: Hyper) -> SavePlan:
     """Returns the plan. Reads step counts, and no large tensor.
 
     Args:
@@ -37,14 +37,13 @@ def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> Sa
         CheckpointError: a tensor does not fit the optimizer's rule, or the file format.
     """
     plan = SavePlan(Ranks.alone())
-    params: dict[str, Any] = {}
 
     def add(key: TensorKey, found: LazyTensor) -> None:
         if found.dtype not in NAME_OF_DTYPE:
             raise CheckpointError(
                 f"convert {key} first: it is of {found.dtype}, which the file format cannot hold. Nothing was written."
             )
-        described = TensorInfo(found.shape, contiguous_strides(found.shape), found.dtype, ())
+        described = TensorInfo(found.shape, contiguous_strides(found.shape), found.dtype)
         plan.add(key, described, 0, found.numel, found.read)
 
     groups = [{**defaults, **plain_hyper(hyper)} for _, hyper in foreign.groups]
@@ -54,25 +53,22 @@ def plan_import(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> Sa
         state = _checked(name, param, rule, group_of.get(name))
         for kind in (*state.tensors, *state.margins):
             add(TensorKey("params", name, kind), param.state[kind].as_dtype(torch.float32))
-        params[name] = {
-            "aliases": list(param.aliases),
-            "optimizer": 0 if name in group_of else None,
-            "step": state.step,
-            "carried": {key: float(value).hex() for key, value in state.carried.items()},
-            "has_state": state.step > 0,
-        }
+        plan.params[name] = ParamInfo(
+            aliases=tuple(param.aliases),
+            optimizer=0 if name in group_of else None,
+            step=state.step,
+            carried={key: float(value) for key, value in state.carried.items()},
+            has_state=state.step > 0,
+        )
     for name, buffer in foreign.buffers.items():
         add(TensorKey("buffers", name, "value"), buffer)
-    described_groups = [
-        {"params": list(names), "values": values.encode(group, _no_tensor, "a param group")}
+    described = tuple(
+        GroupInfo(params=tuple(names), values=values.encode_dict(group, _no_tensor, "a param group"))
         for (names, _), group in zip(foreign.groups, groups, strict=True)
-    ]
-    plan.shared = {
-        "step": max((each["step"] for each in params.values()), default=0),
-        "params": params,
-        "optimizers": [{"rule": rule.name, "counts_steps": rule.counts_steps, "groups": described_groups}],
-    }
-    plan.own = {"extra": {}, "module_extra": {}, "imported": foreign.origin}
+    )
+    plan.step = max((about.step for about in plan.params.values()), default=0)
+    plan.optimizers = (OptimizerInfo(rule=rule.name, counts_steps=rule.counts_steps, groups=described),)
+    plan.imported = foreign.origin
     return plan
 
 
@@ -80,7 +76,7 @@ def _no_tensor(tensor: torch.Tensor) -> str:
     raise CheckpointError(f"a param group holds a tensor of shape {tuple(tensor.shape)}: nothing was written.")
 
 
-def _checked(name: str, param: ForeignParam, rule: Rule, group: Mapping[str, Any] | None) -> ParamState:
+def _checked(name: str, param: ForeignParam, rule: Rule, group: Hyper | None) -> ParamState:
     """Returns the state as ``load_state_dict`` would read it, its tensors without values."""
     if group is None or not param.state:
         return ParamState()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError
 from .source import HOW, plain_hyper
 
 if TYPE_CHECKING:
     from ...rules import Rule
-    from .source import Foreign
+    from .source import Foreign, Hyper
 
 _OPTIONAL = {"maximize", "decoupled_weight_decay"}  # not in the dicts of every version
-Recipe = tuple["Rule", dict[str, Any]]  # the rule of an optimizer's class, and the defaults of its param groups
+Recipe = tuple["Rule", "Hyper"]  # the rule of an optimizer's class, and the defaults of its param groups
 
 
 def recognise(foreign: Foreign, every: Mapping[str, Recipe], name: str | None) -> Recipe:
@@ -54,7 +54,7 @@ def _words(hyper: Iterable[str]) -> set[str]:
     return set(hyper) - set(HOW) - _OPTIONAL
 
 
-def _decoupled(hyper: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+def _decoupled(hyper: Hyper, defaults: Hyper) -> bool:
     key = "decoupled_weight_decay"
     return key not in hyper or key not in defaults or bool(hyper[key]) == bool(defaults[key])
 
@@ -63,7 +63,7 @@ def _kinds(foreign: Foreign) -> set[str]:
     return {key for param in foreign.params.values() for key in param.state}
 
 
-def _states_fit(foreign: Foreign, rule: Rule, defaults: Mapping[str, Any]) -> bool:
+def _states_fit(foreign: Foreign, rule: Rule, defaults: Hyper) -> bool:
     for names, hyper in foreign.groups:
         flags = {**defaults, **plain_hyper(hyper)}
         for name in names:

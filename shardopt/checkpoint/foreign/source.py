@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,10 +11,29 @@ import torch
 HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
+Read = TypeVar("Read")
+Hyper = Mapping[str, Any]  # hyper-parameters of a group, as the library saved them
+State = Mapping[str, Any]  # of a param, by name: LazyTensors and numbers
+
+
+def picked(kind: type[Read], given: Mapping[str, Any]) -> Read:
+    """Returns a dataclass whose fields are keys of another library's dict; a field with a default may be missing.
+
+    Raises:
+        KeyError: a key is missing.
+    """
+    described: Any = kind
+    required = [each.name for each in fields(described) if each.default is each.default_factory is MISSING]
+    optional = [each.name for each in fields(described) if each.name not in required and each.name in given]
+    return kind(**{name: given[name] for name in (*required, *optional)})
+
+
 class LazyTensor:
     """A tensor in a file. Elements are read in row-major order; it stays loaded until the last element is read."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], torch.Tensor], place: Any = None):
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, load: Callable[[], torch.Tensor], place: object = None
+    ):
         """``load`` returns the tensor, on the host; ``place``, if known, is equal for two names of one tensor."""
         self.shape, self.dtype, self.place, self._load = tuple(shape), dtype, place, load
         self._held: torch.Tensor | None = None
@@ -60,7 +79,7 @@ class ForeignParam:
 
     values: LazyTensor
     aliases: tuple[str, ...] = ()
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,15 +94,15 @@ class Foreign:
     origin: str
     params: Mapping[str, ForeignParam]
     buffers: Mapping[str, LazyTensor]
-    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
+    groups: Sequence[tuple[tuple[str, ...], Hyper]]
 
 
-def plain_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
+def plain_hyper(hyper: Hyper) -> dict[str, Any]:
     """Returns the hyper-parameters that an import keeps, as numbers."""
     return {key: _plain(value) for key, value in hyper.items() if key not in HOW}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, LazyTensor):
         return value.item()
     if isinstance(value, Sequence) and not isinstance(value, str):

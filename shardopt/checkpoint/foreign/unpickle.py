@@ -29,7 +29,7 @@ class Inert:
     def __init__(self, *arguments: Any):
         self.arguments = arguments
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, dict) and all(isinstance(key, str) for key in state):
             self.__dict__.update(state)
         else:
@@ -45,7 +45,7 @@ _DEEPSPEED = (
 )
 
 _DCP = "torch.distributed.checkpoint."
-_METADATA: dict[str, Any] = {
+_METADATA: dict[str, object] = {
     **{
         f"{_DCP}metadata.{name}": Inert
         for name in (
@@ -64,7 +64,7 @@ _METADATA: dict[str, Any] = {
 
 
 class _Restricted(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         found = _METADATA.get(f"{module}.{name}")
         if found is None:
             raise CheckpointError(f"it names {module}.{name}, which no index of a checkpoint needs")
@@ -121,7 +121,7 @@ def read_item(path: Path, offset: int, length: int) -> Any:
     return _restricted(io.BytesIO(data), f"{path}, bytes {offset} to {offset + length},", mmap=False)
 
 
-def _restricted(source: Any, where: str, mmap: bool) -> Any:
+def _restricted(source: str | Path | io.BytesIO, where: str, mmap: bool) -> Any:
     try:
         with torch.serialization.safe_globals([(Inert, name) for name in _DEEPSPEED]):
             return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
