@@ -20,5 +20,5 @@ its own; a rank that loads assembles its box from the saved ones, which may be c
 
 Imports point down: ``save``, ``load`` -> ``background``, ``write`` -> ``join``, ``plan_save``, ``plan_load``, ``match``
 -> ``model`` -> ``claims``, ``names``, ``collectives`` -> ``mesh_ranks``; all of these -> ``assemble`` -> ``reader`` ->
-``publish``, ``manifest`` -> ``records`` -> ``param_box``. ``files`` has all I/O.
+``publish``, ``manifest`` -> ``records`` -> ``param_box`` -> ``typed_json``. ``files`` has all I/O.
 """

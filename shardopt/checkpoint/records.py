@@ -207,21 +207,21 @@ class ParamInfo:
     """What is saved of a param beside its tensors.
 
     Attributes:
+        place: placement of a DTensor, in a checkpoint of one part of a model, as older versions wrote them.
         turn: where several experts have the name.
         aliases: names that are tied to it.
         optimizer: index of the one that trains it; None: no optimizer does.
         carried: scalars that a rule carries from step to step, to the bit.
-        place: placement of a DTensor, in a checkpoint of one part of a model, as older versions wrote them.
         shape, blocks: of a param that is saved in boxes (see ``param_box.py``).
     """
 
+    place: str | None = omitted(None)
     turn: ExpertIndex | None = omitted(None)
     aliases: Names
     optimizer: Index | None
     step: Count
     carried: dict[str, HexFloat]
     has_state: bool
-    place: str | None = omitted(None)
     shape: Shape = omitted(())
     blocks: tuple[BoxPlace, ...] | None = omitted(None)
 
