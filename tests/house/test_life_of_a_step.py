@@ -1,12 +1,7 @@
 """Promise: docs/life-of-a-step.md tells the events of a step in their order: each function that it names exists and is
 called after the one of the row before it, on the real way of a step on two ranks."""
 
-import ast
-import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +12,7 @@ from torch import nn
 from shardopt import ShardedAdamW, Tuning
 from tests.support.paths import ROOT
 from tests.support.ranks import Pool
+from tests.support.told_pages import check_names, check_order, noted_calls, told
 
 PAGE = ROOT / "docs" / "life-of-a-step.md"
 WAYS: dict[str, dict[str, Any]] = {
@@ -25,21 +21,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "Stage 3": {"stage": 3, "module": True},
     "Offloaded to a disk": {"stage": 2, "module": True, "offload": "disk"},
 }
-ROW = re.compile(r"^\| \d+ \|.*\| `([a-z0-9_/]+\.py)` `([A-Za-z0-9_.<>]+)` \|$")
-
-
-def told() -> dict[str, list[str]]:
-    """Heading -> what its table names, as "file:function"."""
-    found: dict[str, list[str]] = {}
-    heading = ""
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            heading = line.removeprefix("## ")
-        elif line.startswith("| ") and line[2].isdigit():
-            match = ROW.match(line)
-            assert match is not None, line
-            found.setdefault(heading, []).append(":".join(match.groups()))
-    return found
 
 
 def traced(stage: int, module: bool = False, offload: str | None = None) -> list[str]:
@@ -58,18 +39,8 @@ def traced(stage: int, module: bool = False, offload: str | None = None) -> list
 
     step()
     opt.zero_grad()
-    calls: list[str] = []
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and ROOT / "shardopt" in path.parents:
-            calls.append(f"{path.relative_to(ROOT / 'shardopt').as_posix()}:{frame.f_code.co_qualname}")
-
-    sys.setprofile(note)
-    try:
+    with noted_calls() as calls:
         step()
-    finally:
-        sys.setprofile(None)
     opt.close()
     return calls
 
@@ -80,33 +51,13 @@ def test_events_come_as_the_page_tells(ranks: Pool, heading: str, tmp_path: Path
     if "offload" in way:
         way["offload"] = str(tmp_path)
     calls = ranks.run(traced, *way.values(), world=2)[0]
-    at = 0
-    for event in told()[heading]:
-        assert event in calls, f"{event} is not called"
-        assert event in calls[at:], f"{event} is called before the row above it, and not after"
-        at = calls.index(event, at) + 1
-
-
-def names_in(path: Path) -> set[str]:
-    """The classes and functions of a file, qualified."""
-
-    def within(node: ast.AST, prefix: str) -> Iterator[str]:
-        for each in ast.iter_child_nodes(node):
-            if isinstance(each, ast.ClassDef | ast.FunctionDef):
-                yield f"{prefix}{each.name}"
-                yield from within(each, f"{prefix}{each.name}.")
-
-    return set(within(ast.parse(path.read_text()), ""))
+    check_order(told(PAGE)[heading], calls)
 
 
 def test_all_that_is_named_is_there() -> None:
-    text = PAGE.read_text()
-    for path, name in re.findall(r"`([a-z0-9_/]+\.py)` `([A-Za-z0-9_.]+)`", text):
-        assert name in names_in(ROOT / "shardopt" / path), f"{path} has no {name}"
-    for path in re.findall(r"`([a-z0-9_/]+\.py)`", text):
-        assert (ROOT / "shardopt" / path).exists() or (ROOT / path).exists(), path
+    check_names(PAGE)
 
 
 def test_each_way_is_told() -> None:
-    assert list(told()) == list(WAYS)
-    assert all(len(events) >= 10 for events in told().values())
+    assert list(told(PAGE)) == list(WAYS)
+    assert all(len(events) >= 10 for events in told(PAGE).values())
