@@ -183,9 +183,8 @@ class Engine(Bindings):
 
     def forget_backward(self) -> None:
         """Forgets a failed backward, after gradients were set to None or zero."""
-        backward = self._backward()
-        if backward is not None:
-            backward.forget_gradients()
+        if self.takeover is not None:
+            self.takeover.forget_backward()
 
     def _backward(self) -> Backward | None:
         """The hooks on gradients of the module that was taken over; None before it is bound."""
@@ -215,7 +214,11 @@ class Engine(Bindings):
             scaling: returns the loss scale, and True if an Inf or NaN was found; called once the closure has run.
         """
         with self.lock:
-            return self._step(closure, scaling)
+            try:
+                return self._step(closure, scaling)
+            finally:
+                if self.takeover is not None:
+                    self.takeover.step_ended()
 
     def _step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         self.check_open()
@@ -269,6 +272,8 @@ class Engine(Bindings):
         self.states.consolidated = None  # also after a skipped step, in which masters follow written weights
         self.grad_norm = norm
         self.updates += updated
+        if self.takeover is not None:
+            self.takeover.share_buffers()
 
     def _close_released(self, call: Call) -> Outcome:
         """Ends a step that was taken in backward."""

@@ -42,7 +42,8 @@ def _class_name(module: Any) -> str:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The rare options. Only ``compress_from``, ``seed`` and ``nonfinite`` change bits of the result.
+    """The rare options. Only ``broadcast_buffers``, ``compress_from``, ``seed`` and ``nonfinite`` change bits of the
+    result.
 
     Attributes:
         bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own, and at stage
@@ -77,6 +78,9 @@ class Tuning:
             waits for all of them. What C++ reads without telling Python (``torch.func.grad(f)(param)``, a scripted
             function, an extension, a CUDA graph, another stream) finds NaN outside of the forward of the param's own
             module: it belongs in ``with optimizer.unsharded():``. See docs/stages.md.
+        broadcast_buffers: of a module without DDP around it: every rank's buffers (running statistics) become those of
+            the first rank: at binding, before a forward in training and at the end of each step. False: each rank keeps
+            its own. Around a module that is wrapped in DDP, DDP's own option says so.
         chunk_bytes: of one state that is read from a disk, updated and written at a time; 4 chunks of all states are
             in memory.
         nonfinite: what a step does when a gradient holds an Inf or a NaN: ``"skip"`` it on all ranks together with a
@@ -136,6 +140,12 @@ class Tuning:
         False,
         "stages 1, 2 with the module, where params travel: they arrive during the next forward "
         "([what it takes](stages.md#params-that-arrive-during-the-next-forward))",
+        flag,
+    )
+    broadcast_buffers: bool = option(
+        True,
+        "of a module without DDP: all ranks train with the first one's buffers "
+        "([when](migration.md#from-distributeddataparallel))",
         flag,
     )
     chunk_bytes: int = option(

@@ -28,7 +28,12 @@ def tensors_of(module: torch.nn.Module, members: Members) -> list[torch.Tensor]:
     A module without params belongs to the domain of the one around it. Buffers of a module that holds params of the
     main domain belong to the main domain.
     """
-    found: dict[torch.Tensor, None] = dict.fromkeys(param for param in module.parameters() if param in members)
+    return [*(param for param in module.parameters() if param in members), *buffers_of(module, members)]
+
+
+def buffers_of(module: torch.nn.Module, members: Members) -> list[torch.Tensor]:
+    """Returns a domain's buffers of a module; see :func:`tensors_of`."""
+    found: dict[torch.Tensor, None] = {}
     _add_buffers(module, members, members.are_others, found)
     return list(found)
 

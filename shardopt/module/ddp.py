@@ -50,6 +50,15 @@ def _ranks_of(group: dist.ProcessGroup | DeviceMesh) -> list[int]:
     return sorted(dist.get_process_group_ranks(group))
 
 
+def ignored_by_ddp(module: nn.Module) -> set[torch.Tensor]:
+    """Returns the params and buffers that DDP leaves to each rank, as the list that it looks for on a module says."""
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    if not names:
+        return set()
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {tensor for name, tensor in named if name in names}
+
+
 def has_reducer(ddp: DistributedDataParallel) -> bool:
     """True if DDP still reduces gradients itself."""
     return not isinstance(ddp.reducer, RetiredReducer)

@@ -16,14 +16,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..domain.agreement import agree_on
 from ..domain.called import CalledModule, called_modules
 from ..domain.dtensors import local_tensor
 from ..domain.members import tensors_of
 from ..errors import BindingError
 from ..tensors.unsharded_guard import is_sharded
 from .backward import Backward
+from .buffers import SharedBuffers
 from .closure import ClosureState, RaiseNow
-from .ddp import active_wrapper, check_same_ranks, has_reducer, restore_reducer, retire_reducer
+from .ddp import active_wrapper, check_same_ranks, has_reducer, ignored_by_ddp, restore_reducer, retire_reducer
 from .forward import Forward
 from .hooks import ModuleHook, call_while_alive
 from .materialize import give_devices, give_values
@@ -47,6 +49,8 @@ class ModuleTakeover:
         pauses: how many ``no_sync()`` contexts of the optimizer are open.
         groups: returns the param groups of the optimizer.
         closure: the closure of a step, if one runs.
+        source: the rank whose buffers all ranks take: the first, or in a ``join()`` one that has a batch.
+        before_buffers: is called before a forward takes buffers while a ``join()`` is open, with the name of its module.
         fresh: params and buffers that were on the meta device and have no values yet.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
@@ -85,6 +89,9 @@ class ModuleTakeover:
         self.groups, self._takeovers = groups, takeovers
         self._always_syncs, self._before_forward = always_syncs, before_forward
         self._called = {each.module: each for each in self.called}
+        self._buffers = {each: SharedBuffers(each.module) for each in self.called}
+        self.source = 0
+        self.before_buffers: Callable[[str], None] | None = None
         self._hooks: list[Any] = []
         for each in self._called:
             before, after = ModuleHook(self._pre_forward), ModuleHook(self._post_forward)
@@ -172,9 +179,10 @@ class ModuleTakeover:
         self._domain, self.backward = domain, backward
         backward.closure = self.closure
         backward.has_stages = len(self.called) > 1 and not domain.options.release_gradients
+        backward.on_end = call_while_alive(ModuleTakeover._end_round, self)
         if domain.shards_params:
             self.forward = Forward(domain, self.module, self.called)
-            backward.on_end, backward.units = self.forward.end_backward, self.forward.params
+            backward.units = self.forward.params
         elif domain.options.tuning.overlap_gather and self.module in self._called:
             self.overlap_hooks = OverlapHooks(domain, self.module)
             domain.on_overlap = call_while_alive(OverlapHooks.start, self.overlap_hooks, otherwise=False)
@@ -214,9 +222,17 @@ class ModuleTakeover:
     def describe(self) -> dict[str, Any]:
         """Returns what ranks must have in common before values are shared; JSON-able."""
         named = (*self.module.named_parameters(), *self.module.named_buffers())
-        experts = {tensor for domain in self._experts for tensor in tensors_of(self.module, domain.members)}
-        shown = ((name, tensor) for name, tensor in named if tensor not in experts and not is_sharded(tensor))
+        apart = {tensor for domain in self._experts for tensor in tensors_of(self.module, domain.members)}
+        apart |= self._of_each_rank()
+        shown = ((name, tensor) for name, tensor in named if tensor not in apart and not is_sharded(tensor))
         return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in shown}
+
+    def _of_each_rank(self) -> set[torch.Tensor]:
+        """Returns the params and buffers that every rank has for itself: options say so, and no param group has them."""
+        assert self._domain is not None
+        grouped = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
+        found = {tensor for called in self.called for tensor in ignored_by_ddp(called.module) if tensor not in grouped}
+        return found if self._domain.options.tuning.broadcast_buffers else found.union(self.module.buffers())
 
     def share_values(self) -> None:
         """Collective: broadcasts rank 0's params and buffers, as DDP does when it wraps a module.
@@ -225,9 +241,11 @@ class ModuleTakeover:
         """
         assert self._domain is not None
         if not all(called.ddp for called in self.called):
+            apart = self._of_each_rank()
             for domain in (self._domain, *self._experts):
                 # Another optimizer may have sharded some params at stage 3: their values agree already.
-                own = [tensor for tensor in tensors_of(self.module, domain.members) if not is_sharded(tensor)]
+                tensors = tensors_of(self.module, domain.members)
+                own = [tensor for tensor in tensors if not is_sharded(tensor) and tensor not in apart]
                 domain.mesh.world.broadcast(list(map(local_tensor, own)), "sharing rank 0's params")
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -259,6 +277,7 @@ class ModuleTakeover:
                 self.backward.abandon("a new forward began before its backward had ended")
             self.backward.is_in_forward = True
             self.backward.is_syncing = self._syncs(called)
+            self._take_buffers(called)
 
     def expect_backward(self) -> None:
         """Decides whether the next backward reduces gradients, if it follows the forward of a submodule alone."""
@@ -283,6 +302,7 @@ class ModuleTakeover:
             return
         self.backward.is_in_forward = False
         if torch.is_grad_enabled():
+            self._buffers[called].forward_ended(not self.pauses)
             self._mark_graph(called, tensors_within(output), self._syncs(called))
 
     def _mark_graph(self, called: CalledModule, outputs: Iterable[torch.Tensor], syncs: bool) -> None:
@@ -300,6 +320,54 @@ class ModuleTakeover:
             self.forward.begin_graph(called.name)
         if self.backward is not None:
             self.backward.begin_graph(syncs, self.called.index(called))
+
+    def _end_round(self, completed: bool) -> None:
+        for buffers in self._buffers.values():
+            buffers.round_ended()
+        if self.forward is not None:
+            self.forward.end_backward(completed)
+
+    def step_ended(self) -> None:
+        """All ranks made a step, or raised in one."""
+        for buffers in self._buffers.values():
+            buffers.step_ended()
+
+    def forget_backward(self) -> None:
+        """Forgets a failed backward, after gradients were set to None or zero."""
+        for buffers in self._buffers.values():
+            buffers.gradients_forgotten()
+        if self.backward is not None:
+            self.backward.forget_gradients()
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def _buffer_domains(self, called: CalledModule) -> list[Domain]:
+        """Returns the domains whose ranks take the buffers of a called module from one of them."""
+        if self._domain is None or called.ddp is not None or not self._domain.options.tuning.broadcast_buffers:
+            return []
+        leads = next((each for each in self._sharers() if each._has_reducer), None) is self
+        domains = [*((self._domain,) if leads else ()), *(self._experts if self._has_reducer else ())]
+        return [domain for domain in domains if self._buffers[called].of(domain)]
+
+    def _take_buffers(self, called: CalledModule) -> None:
+        """Collective before a forward in training."""
+        buffers = self._buffers[called]
+        domains = self._buffer_domains(called) if called.module.training and buffers.is_due else []
+        if not domains:
+            return
+        if self.before_buffers is not None:
+            self.before_buffers(called.name)
+        elif self.closure.is_on:  # one that raised on another rank has come to the same exchange
+            with self.closure.raising_together():
+                agree_on("buffers", domains[0].mesh.world)
+        buffers.share(domains, self.source)
+        buffers.forward_begins()
+
+    def share_buffers(self, name: str | None = None) -> None:
+        """Collective: all ranks take the buffers of one, of the called module of this name; None: of all."""
+        for called in self.called:
+            if name in (None, called.name):
+                self._buffers[called].share(self._buffer_domains(called), self.source)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The modules and params that a module consists of, to notice one that is replaced after binding."""
+"""The modules, params and buffers that a module consists of, to notice one that is replaced."""
 
 from itertools import chain
 from operator import is_
@@ -15,9 +15,13 @@ class ModuleTree:
     ``Module.to()`` may do).
     """
 
-    def __init__(self, root: nn.Module):
+    def __init__(self, root: nn.Module, kind: str = "_parameters"):
+        """
+        Args:
+            kind: the table of each module that is compared besides that of its submodules.
+        """
         self._tables: list[dict[str, Any]] = [
-            table for module in root.modules() for table in (module._parameters, module._modules)
+            table for module in root.modules() for table in (getattr(module, kind), module._modules)
         ]
         self._values = list(chain.from_iterable(map(dict.values, self._tables)))
 

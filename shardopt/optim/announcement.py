@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _KINDS = {
     "bind": "the first forward",
-    "forward": "a forward of DistributedDataParallel",
+    "forward": "a forward that shares buffers",
     "gathers for forward": "a forward",
     "gathers for evaluation": "a forward under no_grad()",
     "gathers for backward": "a backward that reduces no gradients",

@@ -6,7 +6,7 @@ announces each call that needs all ranks, and a rank that has run out makes the 
     rank 0 (trains)          | round  |  step  | round  |  step  |
     rank 1 (has run out)     | zeros  | update | zeros  | update |      its own shard, with the others' gradients
 
-A round is one reduction of gradients; binding and the forward of a DDP module (which shares its buffers) are announced
+A round is one reduction of gradients; binding and a forward that shares buffers (of a DDP module, any) are announced
 too. If the module was not handed over, DDP reduces the gradients and shadows its reductions itself. The sums that it
 makes on a rank that has run out reach no param, so one of the other ranks sends its gradients before the step.
 
@@ -98,7 +98,13 @@ class Shadow(JoinHook):
                 # DDP then takes buffers from a rank that has a batch, and not from rank 0.
                 hook._ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
 
-        backward.before_round = before_round
+        def before_buffers(called: str) -> None:
+            hook = me()
+            if hook is not None:
+                with closure.raising_together():
+                    hook.announce("forward", lambda: {"called": called})
+
+        backward.before_round, takeover.before_buffers = before_round, before_buffers
         if takeover.forward is not None:
             takeover.forward.before_gathers = before_gathers
         takeover.retire_reducer()
@@ -111,8 +117,10 @@ class Shadow(JoinHook):
         engine = self._engine()
         if engine is not None and engine.joining == self.announce_call:
             engine.joining, _joinable(engine)._join_config = None, _OFF
-            if engine.takeover is not None and engine.takeover.forward is not None:
-                engine.takeover.forward.before_gathers = None
+            if engine.takeover is not None:
+                engine.takeover.before_buffers, engine.takeover.source = None, 0
+                if engine.takeover.forward is not None:
+                    engine.takeover.forward.before_gathers = None
         if self._backward is not None:
             self._backward.before_round = None
         if self._ddp is not None:
@@ -207,6 +215,8 @@ class Shadow(JoinHook):
         row = {"kind": kind, "setup": setup, "gathered": gathered, **facts}
         announced = Announcement(self._ranks.exchange_json(row, _PHASE))
         self._is_complete = announced.is_complete
+        if engine.takeover is not None:
+            engine.takeover.source = announced.active[-1]  # as DDP has it
         return announced
 
     def _divisor(self, announced: Announcement) -> int:
@@ -268,7 +278,10 @@ class Shadow(JoinHook):
             self.shadows = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends the context when all ranks have run out: DDP's buffers become those of a rank with the last batch."""
+        """Ends the context when all ranks have run out: all buffers become those of a rank with the last batch."""
+        engine = self._engine()
+        if engine is not None and engine.takeover is not None:
+            engine.takeover.share_buffers()
         if self._ddp is not None and syncs_buffers(self._ddp):
             rank = self._ddp._find_common_rank(self._ranks.rank, is_last_joiner)
             self._ddp._sync_module_buffers(rank)
@@ -279,7 +292,10 @@ class Shadow(JoinHook):
 
     def _forward(self, engine: Engine, announced: Announcement) -> None:
         ddp = self._ddp
-        assert ddp is not None
+        if ddp is None:
+            assert engine.takeover is not None
+            engine.takeover.share_buffers(announced.facts["called"])
+            return
         ddp._check_and_sync_module_buffers()
         ddp.require_forward_param_sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
 

@@ -257,6 +257,22 @@ class Ranks:
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
+    def broadcast_on_stream(self, tensor: torch.Tensor, phase: str, root: int) -> None:
+        """Collective: copies the root's values into every rank's contiguous tensor. On a GPU its stream waits for them,
+        and the host does not."""
+        if self.size == 1:
+            return
+        with self.naming(phase):
+            group, device = self._route(tensor.device)
+            message = tensor.to(device)
+            pending = Pending(phase, (dist.broadcast(message, group_src=root, group=group, async_op=True),))
+        if device.type == "cpu":
+            self.wait(pending)
+        else:
+            self.wait_on_stream(pending)
+        if message is not tensor:
+            tensor.copy_(message)
+
     def gather(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
         """Collective: returns every rank's tensor (same shape and dtype), by rank, on rank ``to``; None elsewhere."""
         if self.size == 1:
