@@ -319,7 +319,8 @@ class Bindings:
                 check_unused(init)
         except Exception as error:
             problem = error
-        view = {"module": takeover.describe(), **init.describe()}
+        others = {"params of other optimizers": list(takeover.averaged.named)}
+        view = {"module": takeover.describe(), **others, **init.describe()}
         agree_on(view, domain.mesh.world, problem)
         return numbers
 

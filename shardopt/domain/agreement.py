@@ -44,6 +44,7 @@ class StepDigest:
     written: int = 0  # params that were written since the last step, but not by it
     proposes_order: bool = False  # this rank used units that the schedule does not have; ranks may differ in it
     limbs: tuple[int, ...] = field(default=(0,) * LIMBS)  # sum of squares of the gradients, see kernels/reductions.py
+    sampled: str = ""  # the param whose gradient the witness is of
     consequence: str = "so no rank took the step and nothing changed"  # of a difference
 
     def row(self) -> list[int]:
@@ -88,7 +89,7 @@ def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Conse
         _raise_problem(view, ranks)
     if any(row[:2] != rows[0][:2] for row in rows):
         _raise_difference(view, ranks)
-    _compare_witnesses([row[5] for row in rows])
+    _compare_witnesses([row[5] for row in rows], view.sampled)
     return Consensus(
         overflow=any(row[3] for row in rows),
         nonfinite=sum(row[4] for row in rows),
@@ -129,7 +130,7 @@ def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks) -
     return given
 
 
-def _compare_witnesses(bits: Sequence[int]) -> None:
+def _compare_witnesses(bits: Sequence[int], name: str) -> None:
     values = [struct.unpack("<d", struct.pack("<q", each))[0] for each in bits]
     for rank, value in enumerate(values):
         # Not to the last bit: averages may be summed in another order on each rank. Non-finite ones are counted anyway.
@@ -139,10 +140,10 @@ def _compare_witnesses(bits: Sequence[int]) -> None:
             and not math.isclose(value, values[0], rel_tol=_ALIKE, abs_tol=_TINY)
         ):
             raise DisagreementError(
-                f"gradients differ between ranks: a block sums to {values[0]:.6g} on rank 0, to {value:.6g} on rank "
-                f"{rank}. They were not averaged, and each rank would update its slice with its own, so no rank took "
-                "the step and nothing changed. Hand the module over (ShardedAdamW(model, stage=2)) or wrap it in "
-                "DistributedDataParallel, and leave no_sync() for the last backward."
+                "wrap the model in DistributedDataParallel or hand it over (ShardedAdamW(model, stage=2)), leave "
+                "no_sync() for the last backward, and give params on DDP's ignore list to torch.optim: gradients "
+                f"differ between ranks: a block of {name} sums to {values[0]:.6g} on rank 0, to {value:.6g} on rank "
+                f"{rank}. They were not averaged, so no rank took the step and nothing changed."
             )
 
 

@@ -85,6 +85,7 @@ class Backward(RoundGradients):
             (:meth:`begin_graph`): the forwards of several micro-batches may come before the backward of the first. In a
             backward that comes through no output of a forward, what the last forward set.
         on_end: is called when a round ends (True) or is lost (False).
+        on_reduced: is called on all ranks together when all gradients of a round are reduced.
         is_in_forward: True from the beginning of a forward that a backward can follow to its end; one that raises has
             no end.
         units: by the name of each unit of stage 3, its params.
@@ -102,6 +103,7 @@ class Backward(RoundGradients):
         self.is_syncing = self.is_in_forward = False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self.on_end: Callable[[bool], None] = lambda _: None
+        self.on_reduced: Callable[[], None] = lambda: None
         self.before_round: Callable[[list[int]], int | None] | None = None
         self.units: Mapping[str, Sequence[torch.nn.Parameter]] = {}
         self.closure = ClosureState()
@@ -113,6 +115,7 @@ class Backward(RoundGradients):
         for entry in entries:
             self.entries.append(entry)
             self._attach_slice(entry)
+            _note_unreduced(entry, is_early=True)
             if entry.outer is entry.param:
                 hook = call_while_alive(lambda me, entry, _: me.reduce_gradient(entry), self, entry)
             else:
@@ -214,7 +217,7 @@ class Backward(RoundGradients):
             self.abandon("zero_grad() was called in the middle of it")
         self._lost = None
         for gradient_slice in self._slices:
-            gradient_slice.pending = None
+            gradient_slice.pending, gradient_slice.unreduced = None, 0
         # Only after a forward that raised. Otherwise another rank may have abandoned the batch that this rank has yet
         # to run: this rank would run it as the attempt after, and ranks would wait for each other (zeroes_late).
         if self.is_in_forward:
@@ -411,6 +414,7 @@ class Backward(RoundGradients):
         """Takes the gradient of a param that autograd has just accumulated."""
         lead = self.lead
         if not lead.is_syncing:
+            _note_unreduced(entry, is_early=False)
             return
         try:
             if not self.is_open:
@@ -433,6 +437,7 @@ class Backward(RoundGradients):
                     self._domain.gatherer.join_remaining()
                 self._finish_followers()
                 self._finish_round()
+                self.on_reduced()
         except BaseException as error:
             if self.is_open:
                 self.abandon(f"{type(error).__name__}: {error}")
@@ -453,3 +458,9 @@ class Backward(RoundGradients):
                 for each in (*self.followers, self):
                     each.mark_spoilt(report.spoilt)
             self._stage = None
+
+
+def _note_unreduced(entry: ParamRecord, is_early: bool) -> None:
+    grad, gradient_slice = entry.grad, entry.gradient_slice
+    if gradient_slice is not None and type(grad) is torch.Tensor and grad.layout is torch.strided:
+        gradient_slice.unreduced, gradient_slice.was_early = grad.data_ptr(), is_early

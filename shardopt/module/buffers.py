@@ -85,7 +85,9 @@ class SharedBuffers:
             self._tree, self._named = ModuleTree(self._module, "_buffers"), {}
         if domain not in self._named:
             own = set(buffers_of(self._module, domain.members)) - ignored_by_ddp(self._module)
-            self._named[domain] = {name: local_tensor(each) for name, each in self._module.named_buffers() if each in own}
+            self._named[domain] = {
+                name: local_tensor(each) for name, each in self._module.named_buffers() if each in own
+            }
         return self._named[domain]
 
     def share(self, domains: Iterable[Domain], source: int) -> None:
@@ -120,4 +122,6 @@ def _broadcast(tensors: Sequence[torch.Tensor], ranks: Ranks, source: int) -> No
     ranks.broadcast_on_stream(message, _PHASE, source)
     if ranks.rank != source:
         parts = message.split([each.nbytes for each in values])
-        torch._foreach_copy_(values, [part.view(to.dtype).view(to.shape) for part, to in zip(parts, values, strict=True)])
+        torch._foreach_copy_(
+            values, [part.view(to.dtype).view(to.shape) for part, to in zip(parts, values, strict=True)]
+        )

@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..domain.agreement import agree_on
 from ..domain.called import CalledModule, called_modules
-from ..domain.dtensors import local_tensor
+from ..domain.dtensors import is_dtensor, local_tensor
 from ..domain.members import tensors_of
 from ..errors import BindingError
 from ..tensors.unsharded_guard import is_sharded
+from .averaged_params import AveragedParams, trained_elsewhere
 from .backward import Backward
 from .buffers import SharedBuffers
 from .closure import ClosureState, RaiseNow
@@ -51,6 +52,7 @@ class ModuleTakeover:
         closure: the closure of a step, if one runs.
         source: the rank whose buffers all ranks take: the first, or in a ``join()`` one that has a batch.
         before_buffers: is called before a forward takes buffers while a ``join()`` is open, with the name of its module.
+        averaged: the params that optimizers other than shardopt's train.
         fresh: params and buffers that were on the meta device and have no values yet.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
@@ -91,6 +93,8 @@ class ModuleTakeover:
         self._called = {each.module: each for each in self.called}
         self._buffers = {each: SharedBuffers(each.module) for each in self.called}
         self.source = 0
+        self.averaged = AveragedParams()
+        self._frozen: list[nn.Parameter] = []  # in no param group, when this was last looked at
         self.before_buffers: Callable[[str], None] | None = None
         self._hooks: list[Any] = []
         for each in self._called:
@@ -135,15 +139,36 @@ class ModuleTakeover:
                     )
 
     def check_covered(self) -> None:
-        """Raises BindingError if a trainable param of the module is in no optimizer that the module was passed to."""
+        """Raises BindingError if a trainable param of the module is in no optimizer that the module was passed to.
+
+        Params that another optimizer has are averaged from now on, and those on DDP's ignore list left to each rank.
+        """
         known = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
-        for name, param in self.module.named_parameters():
-            if param.requires_grad and param not in known:
+        known.update(tensor for tensor in self._of_each_rank() if isinstance(tensor, nn.Parameter))
+        left = {name: param for name, param in self.module.named_parameters() if param not in known}
+        trainable = {name: param for name, param in left.items() if param.requires_grad}
+        elsewhere = trained_elsewhere() if trainable else set()
+        for name, param in trainable.items():
+            if param not in elsewhere:
                 raise BindingError(
-                    "freeze it (requires_grad_(False)) or add it to a group (optimizer.add_param_group({'params': "
-                    f"...}})): {name} is trainable but in no param group of an optimizer that took the module over. "
-                    "Nobody would average its gradient, and nobody train it."
+                    "freeze it (requires_grad_(False)), add it to a group (optimizer.add_param_group({'params': "
+                    "...})), or give it to a torch.optim optimizer before the first forward: "
+                    f"{name} is trainable but in no param group of an optimizer that took the module over. Nobody "
+                    "would average its gradient, and nobody train it."
                 )
+            if is_dtensor(param) or param.is_meta or self._experts:
+                raise BindingError(
+                    f"add {name} to a group (optimizer.add_param_group({{'params': ...}})), or build another optimizer "
+                    "of shardopt with module=: it is trainable but in no param group of an optimizer that took the "
+                    "module over, and gradients of DTensors, of params on the meta device, and of models with experts "
+                    "are not averaged for other optimizers."
+                )
+        self.averaged.named, self._frozen = trainable, [each for each in left.values() if not each.requires_grad]
+
+    def averages_for_others(self) -> bool:
+        """True if another optimizer trains a param of the module; raises BindingError as ``check_covered`` does."""
+        self.check_covered()
+        return bool(self.averaged.named)
 
     def check_still_covered(self) -> None:
         """Does ``check_covered`` if modules, params or the optimizers that share the module changed since the last."""
@@ -151,6 +176,19 @@ class ModuleTakeover:
         if self._tree is not None and not (self._tree.is_current and sharers == self._covered_by):
             self.check_covered()
             self._tree, self._covered_by = ModuleTree(self.module), sharers
+
+    def _average_others(self) -> None:
+        """Collective at the end of a round: averages the gradients that other optimizers use."""
+        assert self._domain is not None
+        if any(param.requires_grad for param in self._frozen):  # thawed, perhaps for such an optimizer
+            self.check_covered()
+        if self._leads:
+            self.averaged.average(self._domain.mesh.world)
+
+    @property
+    def _leads(self) -> bool:
+        """True if this one does what is done once for a module that several optimizers share."""
+        return next((each for each in self._sharers() if each._has_reducer), None) is self
 
     def check_free(self, candidates: Sequence[Candidate]) -> None:
         """Raises BindingError if another optimizer takes the gradient of a candidate, whatever module it took over."""
@@ -180,6 +218,7 @@ class ModuleTakeover:
         backward.closure = self.closure
         backward.has_stages = len(self.called) > 1 and not domain.options.release_gradients
         backward.on_end = call_while_alive(ModuleTakeover._end_round, self)
+        backward.on_reduced = call_while_alive(ModuleTakeover._average_others, self)
         if domain.shards_params:
             self.forward = Forward(domain, self.module, self.called)
             backward.units = self.forward.params
@@ -229,10 +268,10 @@ class ModuleTakeover:
 
     def _of_each_rank(self) -> set[torch.Tensor]:
         """Returns the params and buffers that every rank has for itself: options say so, and no param group has them."""
-        assert self._domain is not None
         grouped = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
         found = {tensor for called in self.called for tensor in ignored_by_ddp(called.module) if tensor not in grouped}
-        return found if self._domain.options.tuning.broadcast_buffers else found.union(self.module.buffers())
+        shares = self._domain is None or self._domain.options.tuning.broadcast_buffers
+        return found if shares else found.union(self.module.buffers())
 
     def share_values(self) -> None:
         """Collective: broadcasts rank 0's params and buffers, as DDP does when it wraps a module.
@@ -345,8 +384,7 @@ class ModuleTakeover:
         """Returns the domains whose ranks take the buffers of a called module from one of them."""
         if self._domain is None or called.ddp is not None or not self._domain.options.tuning.broadcast_buffers:
             return []
-        leads = next((each for each in self._sharers() if each._has_reducer), None) is self
-        domains = [*((self._domain,) if leads else ()), *(self._experts if self._has_reducer else ())]
+        domains = [*((self._domain,) if self._leads else ()), *(self._experts if self._has_reducer else ())]
         return [domain for domain in domains if self._buffers[called].of(domain)]
 
     def _take_buffers(self, called: CalledModule) -> None:

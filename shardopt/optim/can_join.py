@@ -29,6 +29,11 @@ def check_can_join(engine: Engine) -> None:
             "the model is composed with tensor, pipeline or expert parallelism, whose ranks need each other's batches. "
             "Omit join()"
         )
+    elif takeover is not None and takeover.averages_for_others():
+        why = (
+            "params of the module are in an optimizer that is not shardopt's, in whose steps such a rank takes no part. "
+            "Put them into a param group"
+        )
     elif takeover is not None and any(
         each is not engine and each.takeover is not None and each.takeover.module is takeover.module
         for each in live_engines()

@@ -33,7 +33,7 @@ from ..errors import DisagreementError, ShardoptError, warn
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
 from .launches import StepPlan
-from .survey import survey
+from .survey import sampled, survey
 from .update import update_and_gather
 
 if TYPE_CHECKING:
@@ -235,7 +235,16 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
         key = [domain.steps_agreed, call.closure, numbers, facts, call.scale, stats.norm, departures]
     written = len(plan.written)
     return StepDigest(
-        key, describe, problem, call.overflow, stats.nonfinite, stats.witness, written, proposes, stats.limbs
+        key,
+        describe,
+        problem,
+        call.overflow,
+        stats.nonfinite,
+        stats.witness,
+        written,
+        proposes,
+        stats.limbs,
+        plan.updates[sampled(domain, plan.updates)].entry.name if stats.witness else "",
     )
 
 

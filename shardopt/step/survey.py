@@ -20,7 +20,7 @@ from ..kernels.reductions import COLUMNS, LIMBS, sum_of_rows
 from ..kernels.tables import BLOCK, Factors
 from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
-from ..tensors.pipelining import ZERO_BUBBLE
+from ..tensors.pipelining import hint
 from .launches import GradientStats, JoinedLaunch, Launch, ParamUpdate, StepPlan, joined, plan_launches, scalars_of
 from .variants import Variants
 
@@ -121,14 +121,29 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
     # get_state_dict() and set_state_dict() make states: they assign zeros and take a step.
     with_a_batch = (domain.leader or domain).mesh.world  # an expert's group may be one rank
     if entry.gradient_slice is not None and with_a_batch.size > 1 and not _is_zero(grad):
-        raise ShardoptError(
-            "leave no_sync() for the last backward before step(), or call optimizer.reduce_gradients() (or "
-            "zero_grad()), and call optimizer.bind() before a backward that no forward of the whole module precedes: "
-            f"the gradient of {entry.name} is this rank's own, not the mean over ranks, so each rank would update its "
-            "slice with another batch's. It was accumulated under no_sync(), came from a submodule, or was assigned by "
-            f"hand or by a zero-bubble schedule. {ZERO_BUBBLE}"
-        )
+        raise _unreduced(entry, grad)
     return update._replace(grad=_usable(entry, grad))
+
+
+def _unreduced(entry: ParamRecord, grad: torch.Tensor) -> ShardoptError:
+    """Returns the error for a gradient that shardopt has not averaged, though it took the module over."""
+    own = entry.gradient_slice
+    if own is None or grad.layout is not torch.strided or grad.data_ptr() != own.unreduced:
+        return ShardoptError(
+            "pass the params without the module (stage 0 or 1) if this script averages gradients itself, else call "
+            f"loss.backward(): the gradient of {entry.name} was assigned by hand (torch.autograd.grad()), and is not "
+            f"averaged.{hint()}"
+        )
+    if own.was_early:
+        return ShardoptError(
+            f"call optimizer.bind() before a submodule's backward: the gradient of {entry.name} is this rank's own, not "
+            "the mean over ranks, as it was accumulated before the first forward of the whole module."
+        )
+    return ShardoptError(
+        "leave no_sync() for the last backward, call optimizer.reduce_gradients(), or pass params without the module "
+        f"if this script averages gradients itself: the gradient of {entry.name} is this rank's own, not the "
+        "mean over ranks."
+    )
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
@@ -240,6 +255,11 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [next(copies[each.device]) for each in numbers]
 
 
+def sampled(domain: Domain, updates: Sequence[ParamUpdate]) -> int:
+    """Returns the index of the update whose gradient ranks compare in this step: another one every step."""
+    return domain.steps_agreed % len(updates)
+
+
 def _sample(domain: Domain, updates: Sequence[ParamUpdate]) -> list[torch.Tensor]:
     """Returns the sum of magnitudes of one block of one gradient, another param every step: the bits of a float64.
 
@@ -248,7 +268,7 @@ def _sample(domain: Domain, updates: Sequence[ParamUpdate]) -> list[torch.Tensor
     """
     if domain.mesh.world.size == 1 or not updates:
         return []
-    sample = updates[domain.steps_agreed % len(updates)].grad
+    sample = updates[sampled(domain, updates)].grad
     if sample.numel() == 0:
         return []
     block = sample.as_strided((min(sample.numel(), BLOCK),), (1,), sample.storage_offset())

@@ -411,13 +411,22 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
         raise _unwritable(function)
     for part in tree_leaves((arguments, keywords)):
         if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.whole_slice().gather is None):
-            raise refusal(function)
+            raise _refusal(function)
 
     def unwrap(part: GradientPart) -> Tensor:
         return part.shaped(part.gradient_slice.alias()) if function.is_view else part.whole()
 
     arguments, keywords = tree_map_only(GradientPart, unwrap, (arguments, keywords))
     return function(*arguments, **keywords)
+
+
+def _refusal(function: Any) -> StateError:
+    if not str(function).startswith("c10d."):
+        return refusal(function)
+    return StateError(
+        "remove the script's own averaging of gradients, or pass the params without the module (stage 0 or 1): "
+        f"{function} was called on param.grad, which shardopt has averaged, and of which this rank holds a slice only."
+    )
 
 
 def _unwritable(function: Any) -> StateError:

@@ -77,6 +77,8 @@ class GradientSlice:
         edits: in-place edits of the mean since the last round: each the name of a method of the part and its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part under ``no_sync()``; the
             next round reduces it.
+        unreduced: address of the gradient that autograd accumulated while nothing reduced it; 0: none.
+        was_early: that was before the param was bound.
         is_spoilt_elsewhere: gradients of other ranks' experts hold an Inf or NaN.
     """
 
@@ -96,6 +98,7 @@ class GradientSlice:
         self.is_used = False
         self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
+        self.unreduced, self.was_early = 0, False
         self.is_spoilt_elsewhere = False
         self._norms: Norms | None = None
         self._lent: Tensor | None = None

@@ -16,6 +16,11 @@ ZERO_BUBBLE = (
 )
 
 
+def hint() -> str:
+    """Returns ``ZERO_BUBBLE`` behind a space, where the process has imported schedules, else nothing."""
+    return f" {ZERO_BUBBLE}" if f"{_PACKAGE}schedules" in sys.modules else ""
+
+
 def is_called_by_pipeline() -> bool:
     """True if a schedule of ``torch.distributed.pipelining`` called what runs."""
     frame: FrameType | None = sys._getframe()

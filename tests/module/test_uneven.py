@@ -100,10 +100,9 @@ def reference(by_all: bool, accumulate: int, edit: Any) -> tuple[nn.Module, dict
     return model.module, box[0]
 
 
-def check(ours: nn.Module, opt: ShardedSGD, theirs: nn.Module, state: dict[str, Any], has_ddp: bool) -> None:
+def check(ours: nn.Module, opt: ShardedSGD, theirs: nn.Module, state: dict[str, Any]) -> None:
     assert snapshot(ours, opt) == snapshot(theirs)
-    if has_ddp:
-        assert raw(ours.seen) == raw(theirs.seen), (ours.seen, theirs.seen)
+    assert raw(ours.seen) == raw(theirs.seen), (ours.seen, theirs.seen)
     opt.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         found = opt.state_dict()["state"]
@@ -124,7 +123,7 @@ def trains_as_ddp_with_torch() -> None:
                 with opt.join(by_all):
                     train(model, opt, pause, accumulate, edit)
                 module = model.module if has_ddp else model
-                check(module, opt, theirs, state, has_ddp)
+                check(module, opt, theirs, state)
                 # Behind the context all ranks go on as ever.
                 for _ in range(2):
                     opt.zero_grad()
@@ -143,7 +142,7 @@ def trains_beside_ddp() -> None:
             keywords = {"divide_by_initial_world_size": by_all}
             with Join([model, opt], **keywords) if torchs_own else model.join(**keywords):
                 train(model, opt, None, 1, clamped)
-            check(model.module, opt, theirs, state, True)
+            check(model.module, opt, theirs, state)
             opt.close()
 
 

@@ -124,6 +124,7 @@ TUNING = {
     "timeout": NONE | POSITIVE | {"inf"},
     "neighbours": FLAG,
     "overlap_gather": FLAG,
+    "broadcast_buffers": FLAG,
     "chunk_bytes": ONE,
     "nonfinite": NOTHING,
     "compress_from": COUNT,

@@ -33,6 +33,7 @@ NAN, INF = math.nan, math.inf
         {"compress_from": "many"},
         {"neighbours": "no"},
         {"overlap_gather": "no"},
+        {"broadcast_buffers": "no"},
         {"timeout": NAN},
         {"timeout": "60"},
         {"nonfinite": ["skip"]},
