@@ -1,8 +1,8 @@
 """Params of the module that another optimizer trains, torch's own say: their gradients are averaged as under DDP.
 
-Such a param stays whole on every rank, at every stage. At the end of a round of gradients, ranks tell each other who has
-a gradient, and sum these. ``param.grad`` holds the mean afterwards, also of what ``no_sync()`` accumulated: what it held
-of earlier rounds is the same on all ranks, so the mean over ranks leaves that as it is.
+Such a param stays whole on every rank, at every stage. At the end of a round of gradients, ranks tell each other who
+has a gradient, and sum these. ``param.grad`` holds the mean afterwards, also of what ``no_sync()`` accumulated: what it
+held of earlier rounds is the same on all ranks, so the mean over ranks leaves that as it is.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class AveragedParams:
                 )
             if other is not None:
                 raise (ShardoptError if sparse is not None else DisagreementError)(
-                    f"build the embedding with sparse=False: the gradient of {other} is sparse on rank {rank}, and only "
-                    "dense ones are averaged over ranks."
+                    f"build the embedding with sparse=False: the gradient of {other} is sparse on rank {rank}, and "
+                    "only dense ones are averaged over ranks."
                 )
         used = [any(each[2][index] for each in rows) for index in range(len(named))]
         by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}

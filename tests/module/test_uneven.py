@@ -199,7 +199,7 @@ def what_goes_wrong(stage: int, neighbours: bool) -> None:
         opt.zero_grad()
         model(batch(0)).backward()
     opt.zero_grad()
-    with raises(DisagreementError, "a forward of DistributedDataParallel", "step()"), opt.join():
+    with raises(DisagreementError, "a forward that shares buffers", "step()"), opt.join():
         if rank == 0:
             opt.step()
         else:
