@@ -121,7 +121,5 @@ def _broadcast(tensors: Sequence[torch.Tensor], ranks: Ranks, source: int) -> No
         message = torch.empty(sum(each.nbytes for each in values), dtype=torch.uint8, device=values[0].device)
     ranks.broadcast_on_stream(message, _PHASE, source)
     if ranks.rank != source:
-        parts = message.split([each.nbytes for each in values])
-        torch._foreach_copy_(
-            values, [part.view(to.dtype).view(to.shape) for part, to in zip(parts, values, strict=True)]
-        )
+        pairs = zip(message.split([each.nbytes for each in values]), values, strict=True)
+        torch._foreach_copy_(values, [part.view(to.dtype).view(to.shape) for part, to in pairs])

@@ -51,7 +51,7 @@ class ModuleTakeover:
         groups: returns the param groups of the optimizer.
         closure: the closure of a step, if one runs.
         source: the rank whose buffers all ranks take: the first, or in a ``join()`` one that has a batch.
-        before_buffers: is called before a forward takes buffers while a ``join()`` is open, with the name of its module.
+        before_buffers: is called while a ``join()`` is open, before a forward takes buffers, with the module's name.
         averaged: the params that optimizers other than shardopt's train.
         fresh: params and buffers that were on the meta device and have no values yet.
         backward: takes the gradients, from :meth:`use_domain` on.
@@ -267,7 +267,7 @@ class ModuleTakeover:
         return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in shown}
 
     def _of_each_rank(self) -> set[torch.Tensor]:
-        """Returns the params and buffers that every rank has for itself: options say so, and no param group has them."""
+        """Returns the params and buffers that options leave to each rank, and no param group has."""
         grouped = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
         found = {tensor for called in self.called for tensor in ignored_by_ddp(called.module) if tensor not in grouped}
         shares = self._domain is None or self._domain.options.tuning.broadcast_buffers

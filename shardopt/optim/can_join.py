@@ -31,8 +31,8 @@ def check_can_join(engine: Engine) -> None:
         )
     elif takeover is not None and takeover.averages_for_others():
         why = (
-            "params of the module are in an optimizer that is not shardopt's, in whose steps such a rank takes no part. "
-            "Put them into a param group"
+            "params of the module are in an optimizer that is not shardopt's, in whose steps such a rank takes no "
+            "part. Put them into a param group"
         )
     elif takeover is not None and any(
         each is not engine and each.takeover is not None and each.takeover.module is takeover.module

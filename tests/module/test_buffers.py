@@ -121,10 +121,7 @@ def trains_as_under_ddp(stage: int, neighbours: bool) -> None:
                 theirs.centre.add_(1.0)
                 ours.centre.add_(1.0 - dist.get_rank())
         with opt.unsharded():
-            if dist.get_rank() == 1:
-                alone = evaluate(ours)
-            else:
-                alone = evaluate(theirs)
+            alone = evaluate(ours if dist.get_rank() == 1 else theirs)
         found = [torch.empty_like(alone) for _ in range(2)]
         dist.all_gather(found, alone)
         torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
@@ -267,9 +264,9 @@ def holds_other_buffers(on_all: bool) -> None:
 
 def test_ranks_that_differ(ranks: Pool) -> None:
     for odd, setting in enumerate(((1, True), (2, False))):
-        ranks.run(runs_other_forwards, *setting, odd, world=2)
+        ranks.run(runs_other_forwards, *setting, odd, world=2, deadline=40)
     for on_all in (True, False):
-        ranks.run(holds_other_buffers, on_all, world=2)
+        ranks.run(holds_other_buffers, on_all, world=2, deadline=40)
 
 
 class Experts(nn.Module):
