@@ -5,7 +5,8 @@ forward. Params that appear later (``add_param_group``, unfreezing) are bound wh
 bound param never changes its place. The order of events:
 
 1. plan and check: decides which params share a bucket, with integers only;
-2. agree: everything that the layout depends on is the same on all ranks;
+2. agree: everything that the layout depends on is the same on all ranks. States that were loaded as parts of other
+   slices are exchanged;
 3. allocate: makes all that lasts, on this rank alone. Agree: every rank could;
 4. connect: ranks exchange the addresses of what each made. Agree: every rank did;
 5. adopt: adds it to the domain. Nothing is allocated, nothing can fail.
@@ -26,7 +27,6 @@ from ..errors import BindingError, CommunicationError
 from ..option import compared
 from ..partition.layout import BucketLayout
 from ..partition.memory import return_free_memory
-from ..tensors.part import Part
 from ..tensors.unsharded_guard import is_sharded
 from .agreement import UNBOUND, agree_on, checksum
 from .allocate import allocate, allocate_frozen
@@ -38,7 +38,7 @@ from .dtensors import is_dtensor
 from .experts import own_units
 from .param import named_params
 from .param_names import matching
-from .param_state import ParamState, check_part
+from .recut import recut
 from .tiers import check_offload, make_landing
 from .units import UnitPlan, check_names, units_of
 
@@ -76,6 +76,7 @@ def bind(
     Raises:
         BindingError: no bucket can hold a param; on the ranks that have the param.
         DisagreementError: ranks differ in what they bind, or another one has a problem.
+        StateError: a state was loaded as parts, and no rank has some of its elements.
         Exception: this rank's own problem, such as no memory; DisagreementError on the other ranks.
     """
     problem: Exception | None = None
@@ -87,7 +88,7 @@ def bind(
         if candidates:
             _check(domain, groups, candidates)
         units = unit_table(domain)
-        plan = plan_of(domain, candidates, waiting, units)
+        plan = plan_of(domain, candidates, units)
         values = _values(domain, candidates, fresh) if world.size > 1 else {}
     except Exception as error:
         problem = error
@@ -95,6 +96,7 @@ def bind(
     description["values"] = values
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
     agree_on(description, world, problem)
+    recut(plan, domain.mesh, waiting)
     with ExitStack() as undo:
         made: list[AllocatedBucket] = []
         landing = domain.landing
@@ -188,13 +190,8 @@ def unit_table(domain: Domain) -> UnitTable:
     return {domain.locals.of(param): (number, unit) for number, unit in units for param in unit.params}
 
 
-def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting, units: UnitTable) -> list[PlannedBucket]:
-    """Returns layouts for these params, in backward order. Checks the states that were loaded for them.
-
-    Raises:
-        StateError: a loaded part does not hold what this rank will need.
-    """
-    ranks = domain.mesh.shard
+def plan_of(domain: Domain, candidates: Sequence[Candidate], units: UnitTable) -> list[PlannedBucket]:
+    """Returns layouts for these params, in backward order."""
 
     def bucket_bytes(device: torch.device) -> int:
         return domain.options.tuning.bucket_bytes_of(device, domain.options.module is not None)
@@ -203,21 +200,10 @@ def plan_of(domain: Domain, candidates: Sequence[Candidate], waiting: Waiting, u
     kept = _kept_whole(domain)
     stages, outer_of = stage_numbers(domain.options.module), domain.locals.outer_of
     slices = {param for _, param, _ in candidates if is_dtensor(outer_of(param))}
-    plan = plan_buckets(
-        candidates, domain.rule, domain.options, ranks.size, bucket_bytes, kept, numbers, stages, slices
+    num_shards = domain.mesh.shard.size
+    return plan_buckets(
+        candidates, domain.rule, domain.options, num_shards, bucket_bytes, kept, numbers, stages, slices
     )
-    for planned in plan:
-        _check_loaded(planned, ranks.rank, waiting)
-    return plan
-
-
-def _check_loaded(planned: PlannedBucket, rank: int, waiting: Waiting) -> None:
-    pieces = {piece.param: piece for piece in planned.layout.pieces(rank)}
-    for index, (name, param, _) in enumerate(planned.members):
-        piece = pieces.get(index)
-        for state, tensor in waiting.get(param, ParamState()).tensors.items():
-            if piece is not None and isinstance(tensor, Part):
-                check_part(tensor, piece.start, piece.numel, f"{state} of {name}")
 
 
 def frozen_of(

@@ -117,13 +117,3 @@ def _check_names(
             f"the state of {name} does not fit {rule.name}, which needs {list(needed)}: missing {missing}, not known "
             f"{unknown}. Training would go on from other moments than were saved, so nothing was loaded. {likely}"
         )
-
-
-def check_part(part: Part, start: int, numel: int, what: str) -> None:
-    """Raises StateError unless the part holds elements ``[start, start + numel)``."""
-    end = part.start + part.local.numel()
-    if numel and not (part.start <= start and start + numel <= end):
-        raise StateError(
-            f"call consolidate_state_dict() on the optimizer that saved this state, and load the consolidated dict: of "
-            f"{what} this rank needs elements [{start}:{start + numel}], the part holds [{part.start}:{end}]."
-        )

@@ -277,7 +277,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Returns ``{"state": {index: {...}}, "param_groups": [...]}``, in torch's format. Local.
 
         At several ranks its tensors are parts: saving one fetches the rest from the other ranks. Save the dict before
-        the next step, and before any rank loads states.
+        the next step, and before any rank loads states. A ``copy.deepcopy`` keeps this rank's slices; if every rank
+        loads its own copy before the first step of a new optimizer, ranks exchange what each lacks.
         """
         self.engine.check_open()
         for hook in self._optimizer_state_dict_pre_hooks.values():

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..domain.param_state import ParamState, check_part
+from ..domain.param_state import ParamState
+from ..errors import ShardoptError, StateError
 from ..tensors.part import Part
 
 if TYPE_CHECKING:
@@ -44,15 +45,34 @@ def _read_tensor(domain: Domain, entry: ParamRecord, name: str, moment: Moment) 
     return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
 
 
-def check_parts(domain: Domain, param: torch.nn.Parameter, state: ParamState) -> None:
-    """Raises StateError if a part does not hold what this rank needs of a bound param. Changes nothing."""
+def complete_parts(domain: Domain, param: torch.nn.Parameter, state: ParamState) -> None:
+    """Fetches what parts of a loaded state lack of this rank's slice of a bound param. Changes nothing but ``state``.
+
+    Raises:
+        StateError: they cannot be fetched: the optimizer is gone, or has moved on.
+    """
     entry = domain.entries.get(param)
     if entry is None:
-        return  # its slice is known at binding, which checks then
+        return  # its slice is known at binding, where ranks exchange what they lack
     where = entry.shard.slice_of(entry.index)
+    start, stop = where.start, where.start + where.local.stop - where.local.start
     for name, tensor in state.tensors.items():
-        if isinstance(tensor, Part):
-            check_part(tensor, where.start, where.local.stop - where.local.start, f"{name} of {entry.name}")
+        if isinstance(tensor, Part) and not tensor.holds(start, stop):
+            whole = _fetched(tensor, f"{name} of {entry.name} this rank needs elements [{start}:{stop}]")
+            own = entry.shard.in_order(entry.index, whole)[start:stop].clone()
+            state.tensors[name] = Part(own, start, entry.param)
+
+
+def _fetched(part: Part, needed: str) -> torch.Tensor:
+    try:
+        return part.read_whole()
+    except ShardoptError as error:
+        raise StateError(
+            "load this dict before the first forward or step, when ranks exchange what they lack, or load one of whole "
+            "tensors (a file that torch.save wrote, or after consolidate_state_dict()). Of "
+            f"{needed}, the part holds [{part.start}:{part.start + part.local.numel()}], and the rest cannot be "
+            f"fetched any more ({error}). Nothing was loaded."
+        ) from error
 
 
 def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_state: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from ..domain.dtensors import DTensorLocals
 from ..domain.param import named_params
 from ..domain.param_state import ParamState
-from .shard_io import check_parts, load_states, names_of, put_state, read_state
+from .shard_io import complete_parts, load_states, names_of, put_state, read_state
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -93,7 +93,7 @@ class StateTable:
         """Reads and checks a state in torch's form. Changes nothing.
 
         Raises:
-            StateError: tensors are missing, unknown or of other shapes, or are the parts of another rank.
+            StateError: tensors are missing, unknown or of other shapes, or parts of which the rest cannot be fetched.
         """
         local = self._locals.of(param)
         shape = tuple(param.shape)
@@ -101,7 +101,7 @@ class StateTable:
         read = ParamState.from_torch(own, self._rule, group, local, name, shape)
         domain = self.domain_of(local)
         if domain is not None:
-            check_parts(domain, local, read)
+            complete_parts(domain, local, read)
         return read
 
     def put(self, param: torch.nn.Parameter, read: ParamState, has_state: bool) -> None:

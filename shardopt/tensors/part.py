@@ -91,6 +91,10 @@ class Part(torch.Tensor):
         """This rank's slice: 1D, empty where it has none."""
         return self._local
 
+    def holds(self, start: int, stop: int) -> bool:
+        """True if this rank's slice has the elements ``[start, stop)`` of the whole."""
+        return start == stop or (self.start <= start and stop <= self.start + self.local.numel())
+
     def full_tensor(self) -> torch.Tensor:
         """Collective: returns the whole. Every rank must make this call, for the same parts in the same order."""
         if self._gather is None:
@@ -99,6 +103,17 @@ class Part(torch.Tensor):
                 "optimizer."
             )
         return self._gather(self.local)
+
+    def read_whole(self) -> torch.Tensor:
+        """Returns the whole on the part's device, which this rank alone reads from the others.
+
+        Raises:
+            StateError: the part is a copy, or the moment that it shows has passed.
+            CommunicationError: another rank is gone.
+        """
+        if self._fetch is None:
+            raise refusal("read_whole()")
+        return (self._fetch() if self._whole is None else self._whole).to(self.device)
 
     # Writers of files without pickle (safetensors) read memory. For them this rank alone makes a copy of the whole, in
     # host memory. The copy lives as long as the part: writers take two tensors at one address for one tensor, and freed
@@ -233,12 +248,7 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     parts = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Part)]
     if writes_to(Part, function, arguments, keywords) or any(part._fetch is None for part in parts):
         raise refusal(function)
-
-    def whole(part: Part) -> torch.Tensor:
-        assert part._fetch is not None
-        return (part._fetch() if part._whole is None else part._whole).to(part.device)
-
-    arguments, keywords = tree_map_only(Part, whole, (arguments, keywords))
+    arguments, keywords = tree_map_only(Part, Part.read_whole, (arguments, keywords))
     return function(*arguments, **keywords)
 
 
