@@ -16,6 +16,7 @@ from ..partition.unit import Unit
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import mark_sharded, mark_whole
 from .dtensors import local_tensor, placed_as, shown_as
+from .full_state_dict import take_parts_along
 from .shard import Shard
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class ShardedParams:
         def write(whole: torch.Tensor) -> None:
             self.write(param, whole)
 
+        take_parts_along()
         own, where, fetch = shard.bucket.params[index], shard.slice_of(index), self._fetcher(shard, index, "param")
         part = Part(shard.read("param", index), where.start, own, gather, fetch=fetch, write=write)
         return shown_as(param, part)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..domain.full_state_dict import take_parts_along
 from ..domain.param_state import ParamState
 from ..errors import ShardoptError, StateError
 from ..tensors.part import Part
@@ -41,6 +42,7 @@ def _read_tensor(domain: Domain, entry: ParamRecord, name: str, moment: Moment) 
     def gather(_: torch.Tensor) -> torch.Tensor:
         return shard.as_param(domain.gather(shard, name), index).clone()
 
+    take_parts_along()
     where, fetch = shard.slice_of(index), domain.fetcher(shard, index, name, moment)
     return Part(shard.read(name, index), where.start, entry.param, gather, fetch=fetch)
 

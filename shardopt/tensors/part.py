@@ -105,7 +105,7 @@ class Part(torch.Tensor):
         return self._gather(self.local)
 
     def read_whole(self) -> torch.Tensor:
-        """Returns the whole on the part's device, which this rank alone reads from the others.
+        """Returns the whole in host memory; this rank alone reads it from the others.
 
         Raises:
             StateError: the part is a copy, or the moment that it shows has passed.
@@ -113,7 +113,7 @@ class Part(torch.Tensor):
         """
         if self._fetch is None:
             raise refusal("read_whole()")
-        return (self._fetch() if self._whole is None else self._whole).to(self.device)
+        return self._fetch() if self._whole is None else self._whole
 
     # Writers of files without pickle (safetensors) read memory. For them this rank alone makes a copy of the whole, in
     # host memory. The copy lives as long as the part: writers take two tensors at one address for one tensor, and freed
@@ -248,7 +248,7 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     parts = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Part)]
     if writes_to(Part, function, arguments, keywords) or any(part._fetch is None for part in parts):
         raise refusal(function)
-    arguments, keywords = tree_map_only(Part, Part.read_whole, (arguments, keywords))
+    arguments, keywords = tree_map_only(Part, lambda part: part.read_whole().to(part.device), (arguments, keywords))
     return function(*arguments, **keywords)
 
 

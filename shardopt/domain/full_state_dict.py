@@ -1,0 +1,50 @@
+"""Parts in torch's ``get_optimizer_state_dict()`` and ``get_model_state_dict()``: with ``full_state_dict=True`` wholes.
+
+torch gathers DTensors there, and passes every other tensor on as it is: a part would stay a part. What is asked for is
+known to one function of torch alone, so that one is wrapped. Ranks read by themselves, so none waits for another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from ..tensors.part import Part
+from .dtensors import is_dtensor, local_tensor, shown_as
+
+_MODULE, _GATHERS = "torch.distributed.checkpoint.state_dict", "_gather_state_dict"
+
+
+def take_parts_along() -> None:
+    """Makes torch's functions read parts from now on, if the program has imported them; torch has no hook for it."""
+    module = sys.modules.get(_MODULE)
+    gather = getattr(module, _GATHERS, None)
+    if gather is not None and not isinstance(gather, _WithParts):
+        setattr(module, _GATHERS, _WithParts(gather))
+
+
+@dataclass(frozen=True)
+class _WithParts:
+    """torch's function, with whole tensors in place of parts on the ranks that keep the result."""
+
+    gather: Callable[..., dict[str, Any]]
+
+    def __call__(self, state_dict: dict[str, Any], *, ranks_only: Sequence[int] = (), **keywords: Any) -> Any:
+        is_kept = not ranks_only or dist.get_rank(keywords.get("pg")) in ranks_only
+        to_host = bool(keywords.get("cpu_offload"))
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            part = local_tensor(tensor)
+            # Of a DTensor all ranks of its mesh gather what is then inside, whoever keeps it.
+            if not isinstance(part, Part) or not (is_kept or is_dtensor(tensor)):
+                return tensor
+            found = part.read_whole()
+            return shown_as(tensor, found if to_host and not is_dtensor(tensor) else found.to(part.device))
+
+        return self.gather(tree_map_only(torch.Tensor, whole, state_dict), ranks_only=ranks_only, **keywords)
