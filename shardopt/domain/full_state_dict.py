@@ -44,7 +44,8 @@ class _WithParts:
             # Of a DTensor all ranks of its mesh gather what is then inside, whoever keeps it.
             if not isinstance(part, Part) or not (is_kept or is_dtensor(tensor)):
                 return tensor
-            found = part.read_whole()
+            # broadcast_from_rank0= sends a tensor's memory, and the other ranks take it for that of a contiguous one.
+            found = part.read_whole().contiguous()
             return shown_as(tensor, found if to_host and not is_dtensor(tensor) else found.to(part.device))
 
         return self.gather(tree_map_only(torch.Tensor, whole, state_dict), ranks_only=ranks_only, **keywords)

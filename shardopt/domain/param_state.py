@@ -14,7 +14,6 @@ from ..rules.rule import EMA
 if TYPE_CHECKING:
     from ..rules import Rule
     from ..rules.rule import Shape
-    from ..tensors.part import Part
 
 # The largest whole number up to which fp32 can count.
 _FP32_COUNTS_TO = 1 << 24

@@ -19,12 +19,12 @@ import torch
 from ..errors import StateError
 from ..tensors.part import Part
 from ..tensors.strides import dense_strides, flattened, in_storage_order
-from .param_state import ParamState
 
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
     from ..partition.mesh import Mesh
     from .bucket_plan import PlannedBucket
+    from .param_state import ParamState
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def recut(plan: Sequence[PlannedBucket], mesh: Mesh, waiting: Mapping[torch.nn.P
         StateError: no rank has some of the elements; on every rank.
     """
     needed = dict(enumerate(_needed(plan, mesh.shard.rank, waiting)))
-    if not needed or mesh.world.size == 1 and not any(each.is_lacking for each in needed.values()):
+    if not needed:
         return
     lacking = [number for number, each in needed.items() if each.is_lacking]
     everyones = mesh.world.exchange_json(lacking, "comparing slices of loaded states")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 import torch
 
 from ..domain.dtensors import DTensorLocals
-from ..domain.formats import counts_steps
+from ..domain.formats import counts_steps, formats_for
 from ..domain.param import named_params
 from ..errors import StateError
 
@@ -77,6 +77,25 @@ class StateView(Mapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+    def __bool__(self) -> bool:
+        """True too where no step makes a state, as for plain SGD.
+
+        torch's ``get_optimizer_state_dict()`` takes a step while this is false: a rank that saves alone would wait for
+        the others. Test: test_one_rank_reads_alone_over_messages in tests/domain/test_full_state_dict.py.
+        """
+        return len(self) > 0 or not any(map(self._makes_states, self._engine.groups))
+
+    def _makes_states(self, group: Group) -> bool:
+        """True if the params of a group have states after a step."""
+        rule, options = self._engine.rule, self._engine.options
+
+        def keeps(param: torch.nn.Parameter) -> bool:
+            variant = rule.variant(group, tuple(param.shape))
+            has_master = formats_for(rule, options, param.dtype, param.numel()).master is not None
+            return bool(variant.states or variant.margins or has_master)
+
+        return bool(self._counts_steps(group) or rule.of(group).carried) or any(map(keeps, group["params"]))
 
     def __contains__(self, param: object) -> bool:
         if not _is_param(param):

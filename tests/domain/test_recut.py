@@ -1,4 +1,4 @@
-"""Promise: each rank's own ``state_dict()`` is enough to go on, also where a new optimizer puts params into other buckets."""
+"""Promise: each rank's own ``state_dict()`` is enough to go on, whatever buckets a new optimizer has."""
 
 import copy
 from typing import Any
