@@ -207,6 +207,12 @@ class Model:
         """The device of the params, whose generator of random numbers is saved."""
         return next((param.device for param in self.module.parameters()), torch.device("cpu"))
 
+    @property
+    def has_lost_gradients(self) -> bool:
+        """True if gradients are those of a part of a backward only: an error, or an interrupt, has ended it."""
+        takeovers = (engine.takeover for engine in self.engines if engine.takeover is not None)
+        return any(each.backward is not None and each.backward.has_lost_gradients for each in takeovers)
+
     # -- checks before a save or a load ----------------------------------------------------------------------------
 
     def check_savable(self) -> None:
@@ -230,7 +236,7 @@ class Model:
             )
 
     def _check_sharded(self) -> None:
-        """Raises CheckpointError while params are gathered, or show the average of the weights."""
+        """Raises CheckpointError while params are gathered for a call, or show the average of the weights."""
         for engine in self.engines:
             if any(each.is_averaged for each in engine.domains):
                 raise CheckpointError(
@@ -238,10 +244,16 @@ class Model:
                     "show the average of the weights, which the checkpoint would hold in place of the weights."
                 )
             sharded = [each.sharded for each in engine.domains if each.sharded is not None]
-            if any(unit.users for each in sharded for unit in each.units):
+            if any(each.gatherer.unsharded_contexts for each in sharded):
                 raise CheckpointError(
-                    "call this outside of `with optimizer.unsharded():` and of the module's forward: params are "
-                    "gathered, and writes to them are not in the shards yet."
+                    "call this outside of `with optimizer.unsharded():`: what was written to the gathered params is "
+                    "not in the shards yet."
+                )
+            forward = None if engine.takeover is None else engine.takeover.forward
+            if forward is not None and forward.is_running:
+                raise CheckpointError(
+                    "call this outside of the module's forward and backward: they gather params, what a forward "
+                    "writes to them is not in the shards yet, and ranks would wait for each other in different calls."
                 )
 
 

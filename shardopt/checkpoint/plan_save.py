@@ -119,8 +119,11 @@ class SavePlan:
         return name
 
 
-def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments) -> SavePlan:
+def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments, with_gradients: bool) -> SavePlan:
     """Returns the plan for the present values, which covers what this rank holds. Local; reads no element.
+
+    Args:
+        with_gradients: False if those of some rank are of a part of a backward only.
 
     Raises:
         CheckpointError: something cannot be saved; nothing was written.
@@ -144,7 +147,7 @@ def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments) -> SavePl
     plan.optimizers = tuple(_plan_optimizer(plan, model, number) for number in range(len(model.engines)))
     plan.gradients = {
         member.box_name: about
-        for member in model.params.values()
+        for member in (model.params.values() if with_gradients else ())
         if (about := _plan_gradient(plan, member)) is not None
     }
     counted = max((about.step for about in plan.params.values()), default=0)

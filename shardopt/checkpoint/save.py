@@ -89,7 +89,9 @@ def save_checkpoint(
     )
     model = collectives.together(lambda: Model(module, engines, arguments.names), _PLANNING)
     model.learn_names(collectives, _PLANNING)
-    plan = collectives.together(lambda: plan_save(model, collectives.world, arguments), _PLANNING)
+    # Of all ranks: one may have been interrupted in a backward, another one just before.
+    lost = any(lost for (lost,) in collectives.world.exchange([model.has_lost_gradients], _PLANNING))
+    plan = collectives.together(lambda: plan_save(model, collectives.world, arguments, not lost), _PLANNING)
     join(plan, model, collectives, _PLANNING)
     compared = ("step", "keep", "asynchronous", "full_precision", "allow_nonfinite")
     collectives.compare({name: getattr(arguments, name) for name in compared}, _PLANNING)

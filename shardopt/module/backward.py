@@ -171,6 +171,11 @@ class Backward(RoundGradients):
         """True once the domain holds params."""
         return self._domain.reducer is not None
 
+    @property
+    def has_lost_gradients(self) -> bool:
+        """True if a round was begun and not ended, in this domain or one of experts."""
+        return any(each.state is not RoundState.CLOSED for each in (self, *self.followers))
+
     def check_reduced(self) -> None:
         """Raises ShardoptError if a round was abandoned."""
         for each in self.followers:
@@ -452,11 +457,11 @@ class Backward(RoundGradients):
                 late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}
                 self._reduce_late({entry.shard.number for entry in late})
                 report = self._report(flags)  # finish_late() changed the sums
-            self._reducer.end_round()
             self._show_gradients(report)
             if self.followers:
                 for each in (*self.followers, self):
                     each.mark_spoilt(report.spoilt)
+            self._reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
             self._stage = None
 
 

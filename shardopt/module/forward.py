@@ -49,6 +49,7 @@ from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern
 from .hooks import KeepingHook, ModuleHook, call_while_alive
 from .nested import tensors_within, with_own_nodes
+from .running import MODULE_FILE, Place, backward_runs, in_backward
 
 if TYPE_CHECKING:
     from ..domain.called import CalledModule
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from ..domain.sharded_params import ShardedParams
     from ..partition.gatherer import Gatherer
     from ..partition.unit import Unit
-
-_MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
 class Forward:
@@ -182,12 +181,13 @@ class Forward:
         units = self._units.get(module, ())
         if module in self._called:
             self._runs = self._called[module]
-            if self._units and not self._running and not _in_backward():
+            self._end_interrupted()
+            if self._units and not self._running and not in_backward():
                 evaluates = not torch.is_grad_enabled()
                 self._begin_pass(Direction.EVALUATION if evaluates else Direction.FORWARD)
         elif not units:  # a deep copy of a module has the module's hooks
             return None
-        if _in_backward():  # activation checkpointing
+        if in_backward():  # activation checkpointing
             self._begin_backward()
         # A hook on the gradient of a param would notice a read that comes too late. A frozen param has no gradient, the
         # inputs of its call have.
@@ -218,9 +218,12 @@ class Forward:
         call.versions += [version for each in unit.buckets for version in each.bucket.versions()]
 
     def _post_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
-        if not self._running or self._running[-1].module is not module:
+        at = next((at for at in reversed(range(len(self._running))) if self._running[at].module is module), None)
+        if at is None:
             return None
+        self._end_calls(at + 1)  # the model's own code caught what ended them
         call = self._running.pop()
+        call.place = None
         tensors = tensors_within(output)
         if any(_lends_memory_to(call.units, each) for each in tensors):
             # An output is a param or a view of one: without a copy it would be read after its memory is freed.
@@ -236,7 +239,7 @@ class Forward:
         finally:
             for unit in call.units:
                 self._gatherer.done(unit)
-            if module in self._called and not self._running and not _in_backward():
+            if module in self._called and not self._running and not in_backward():
                 # After an error there is no output. In a join() the other ranks go on until they notice it.
                 self._gatherer.end_pass(completed=output is not None or self.before_gathers is not None)
         return output
@@ -261,6 +264,34 @@ class Forward:
         for unit in units:
             self._gatherer.write_back(unit)
 
+    # -- calls that an interrupt ended -----------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """True while a forward or backward of the module runs; what an interrupt ended is forgotten."""
+        self._end_interrupted()
+        is_in_backward = bool(self._open) or any(self._using.values())
+        if is_in_backward and not backward_runs():
+            for unit in list(self._using):
+                self._gatherer.forget_uses(unit, self._using.pop(unit))
+            self._forget_backward()
+            is_in_backward = False
+        return bool(self._running) or is_in_backward
+
+    def _end_interrupted(self) -> None:
+        """Ends the calls in forward that have returned or raised, of which no hook told."""
+        if self._running:
+            over = (at for at, call in enumerate(self._running) if call.place is not None and call.place.is_left)
+            self._end_calls(next(over, len(self._running)))
+
+    def _end_calls(self, start: int) -> None:
+        """Ends calls in forward without their hooks: the one with this number, from the outermost, and those in it."""
+        for call in self._running[start:]:
+            call.place = None
+            for unit in call.units:
+                self._gatherer.forget_uses(unit, 1)
+        del self._running[start:]
+
     # -- reads outside of calls ------------------------------------------------------------------------------------
 
     def read(self, param: nn.Parameter, is_read: bool) -> bool:
@@ -268,9 +299,10 @@ class Forward:
         if self.is_closed:
             return False
         unit = next(each.where[param].unit for each in self._sharded if param in each.where)
+        self._end_interrupted()
         if self._running:
             self._need(self._running[-1], unit)
-        elif _in_backward():  # a backward of the user's own, or a hook
+        elif in_backward():  # a backward of the user's own, or a hook
             self._begin_backward()
             self._gatherer.use(unit)
             self._using[unit] += 1
@@ -289,7 +321,7 @@ class Forward:
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             names = frame.f_code.co_varnames
-            if names and names[0] == "self" and frame.f_code.co_filename != _MODULE_FILE:
+            if names and names[0] == "self" and frame.f_code.co_filename != MODULE_FILE:
                 owner = frame.f_locals.get("self")
                 if isinstance(owner, nn.Module) and owner in modules:
                     return True
@@ -299,7 +331,8 @@ class Forward:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        if self._gatherer.direction is None:
+        self._end_interrupted()
+        if self._gatherer.direction is not Direction.BACKWARD and not self._running:
             self._begin_pass(Direction.BACKWARD)
 
     def begin_graph(self, called: str) -> None:
@@ -331,23 +364,20 @@ class Forward:
     def end_backward(self, completed: bool) -> None:
         """Reshards the units in use, but for those kept until the step: backward has ended, or was abandoned."""
         self._gatherer.end_pass(completed)
-        for unit, calls in self._using.items():
-            for _ in range(calls):
+        for unit in list(self._using):
+            for _ in range(self._using.pop(unit)):  # taken out first: an interrupt here must not end a use twice
                 self._gatherer.done(unit, reshard=not self._gatherer.keeps_until_step(unit))
-        self._using.clear()
-        self._open.clear()
-        self.backwards += 1
+        self._forget_backward()
 
     def _forget_calls(self) -> None:
         """Forgets calls whose end no hook reports: of ``torch.autograd.grad()``, or of an interrupted forward."""
         self._running.clear()
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
         self._using.clear()
         self._open.clear()
         self.backwards += 1  # so that what is left of these calls counts as another backward's
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
@@ -368,6 +398,7 @@ class _ModuleCall:
         self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: tuple[Unit, ...] = ()  # once they are gathered
         self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began
+        self.place = Place.of_hook()  # until the forward ends
         self._starts = starts  # nodes of the inputs
         self._inputs = len(starts)
         self._left: set[int] = set()  # incomplete inputs

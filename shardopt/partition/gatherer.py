@@ -149,6 +149,13 @@ class Gatherer:
             for each in unit.buckets:
                 each.bucket.guard()
 
+    def forget_uses(self, unit: Unit, count: int) -> None:
+        """Ends uses by calls that an interrupt ended. Gathers and reshards nothing, for which ranks might wait."""
+        unit.users = max(unit.users - count, 0)  # the interrupt may have come in ``done``
+        if not unit.is_needed:
+            for each in unit.buckets:
+                each.bucket.guard()
+
     def keep_shown(self, unit: Unit) -> None:
         """Ends a use, but lets params be read until ``reshard`` or the next step.
 

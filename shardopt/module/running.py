@@ -1,0 +1,54 @@
+"""Tells if a call still runs: torch calls no hook after a KeyboardInterrupt, a SystemExit, a cancelled task."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import nn
+
+MODULE_FILE = nn.Module.__call__.__code__.co_filename
+
+
+@dataclass(frozen=True)
+class Place:
+    """The frame of a module's call, on the stack of a thread.
+
+    It keeps what the call holds, its inputs among others: drop it when the call has ended.
+    """
+
+    thread: int
+    frame: FrameType
+
+    @staticmethod
+    def of_hook() -> Place | None:
+        """Returns the place of the call whose hook runs; None if torch calls the hook from elsewhere."""
+        frame = next((each for each in _frames_from(sys._getframe()) if each.f_code.co_filename == MODULE_FILE), None)
+        return None if frame is None else Place(threading.get_ident(), frame)
+
+    @property
+    def is_left(self) -> bool:
+        """True if the call has returned or raised."""
+        return all(each is not self.frame for each in _frames_from(sys._current_frames().get(self.thread)))
+
+
+def in_backward() -> bool:
+    """True in the functions and hooks that autograd calls."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def backward_runs() -> bool:
+    """True while a backward runs, in any thread: on a GPU autograd has threads of its own, and the caller waits."""
+    callers = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+    stacks = sys._current_frames().values()
+    return in_backward() or any(each.f_code in callers for stack in stacks for each in _frames_from(stack))
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
