@@ -1,7 +1,8 @@
 """Reads the slices that other ranks serve, and leaves together with them; see :mod:`.serve`.
 
 A rank that is done (its optimizer was collected, or its interpreter ends) says farewell to the others, and goes on
-answering until all of them did: rank 0 may still be saving.
+answering until all of them did: rank 0 may still be saving. A rank whose interpreter ends says that as well, and goes
+at once if another one waits for it in an exchange: see :mod:`.ended_peers`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CommunicationError, StateError
+from .ended_peers import EndedPeers, facts_of
 from .serve import (
     CHUNK,
     ERROR,
     HANDSHAKE,
     MAX_REQUEST,
+    OK,
     ServedSlices,
     StateServer,
     bytes_of,
@@ -36,6 +39,8 @@ from .serve import (
 )
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from ..partition.comm.group import Ranks
     from .epoch import Moment
     from .serve import Readable
@@ -47,6 +52,8 @@ LINGER = 120.0
 # ranks would lose slices if close() did not wait; ranks that never close must not hold up the others.
 SILENCE = 5.0
 _PAUSE = 0.05  # seconds between two checks of the time of the last request
+# Seconds without a request after which a process goes that another rank waits for in vain.
+_QUIET = 1.0
 
 # They outlive their optimizers: a rank that ended at once would cut off a rank that is still saving. Test:
 # test_ranks_leave_in_any_order in tests/partition/test_serve.py.
@@ -68,16 +75,21 @@ class Peers:
         self._open: dict[int, connection.Connection[Any, Any]] = {}
         self._lock = threading.Lock()  # a connection carries one request at a time
         self._leaving: threading.Thread | None = None
+        self._is_missed = threading.Event()  # another rank waits in vain for this one, whose process ends
 
     @staticmethod
-    def connect(ranks: Ranks, readable: Readable) -> Peers | None:
-        """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
+    def connect(ranks: Ranks, readable: Readable, groups: Sequence[dist.ProcessGroup] = ()) -> Peers | None:
+        """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing.
+
+        Args:
+            groups: in which these ranks wait for each other, in one order on all of them.
+        """
         # Every rank makes a token and a key; all take those of rank 0.
         card = [own_machine(), secrets.token_hex(16), secrets.token_hex(32)]
         cards = ranks.exchange_json(card, "sharing a key for state_dict()")
         family = "AF_UNIX" if all(machine == cards[0][0] for machine, _, _ in cards) else "AF_INET"
         _, token, key = cards[0]
-        slices = ServedSlices(token, bytes.fromhex(key), readable, ranks.size)
+        slices = ServedSlices(token, bytes.fromhex(key), readable, ranks.size, ended=EndedPeers(groups))
         own: StateServer | None = None
         with suppress(OSError):
             own = server(family)
@@ -138,18 +150,36 @@ class Peers:
 
     def farewell(self) -> None:
         """Sends every other rank that this one will not read any more; returns once they sent the same, or are gone."""
+        for _ in self._answers_to({"farewell": self._rank}):
+            pass
+
+    def _answers_to(self, request: dict[str, Any]) -> Iterator[bool]:
+        """Sends a request to every other rank. Yields for each if it answered, or its process ended without."""
         waiting = []
         # Each rank starts with the next one, so that not all of them connect to rank 0 first.
         for address in (*self._addresses[self._rank + 1 :], *self._addresses[: self._rank]):
             with suppress(OSError, EOFError, ValueError, KeyError):
                 peer = _connect(address, self._slices)
-                peer.send_bytes(json.dumps({"farewell": self._rank}).encode())
+                peer.send_bytes(json.dumps(request).encode())
                 waiting.append(peer)
         while waiting:
-            for ready in connection.wait(waiting):  # an answer, or the end of that rank's process
+            for ready in connection.wait(waiting):
                 assert isinstance(ready, connection.Connection)
                 waiting.remove(ready)
-                ready.close()
+                with ready:
+                    has_answered = False
+                    with suppress(OSError, EOFError):
+                        has_answered = ready.recv_bytes(1) == OK
+                yield has_answered
+
+    def say_ended(self) -> None:
+        """Tells every other rank that this process ends: this rank comes to no exchange any more."""
+        threading.Thread(target=self._say_ended, name="shardopt-ended", daemon=True).start()
+
+    def _say_ended(self) -> None:
+        for has_answered in self._answers_to({"ended": facts_of(self._slices.ended.groups)}):
+            if has_answered:
+                self._is_missed.set()
 
     def disconnect(self) -> None:
         with self._lock:
@@ -184,9 +214,16 @@ class Peers:
         _PEERS.discard(self)
 
     def linger(self, end: float) -> None:
-        """Waits, once retired, until no other rank reads any more, or until ``end``: at the interpreter's end."""
+        """Waits, once retired, until no other rank reads any more, or until ``end``: at the interpreter's end.
+
+        If another rank waits for this one in vain, only until no rank reads at the moment.
+        """
         assert self._leaving is not None
-        self._leaving.join(max(end - time.monotonic(), 0))
+        while self._leaving.is_alive() and (now := time.monotonic()) < end:
+            asked = self._slices.last_asked
+            if self._is_missed.is_set() and (not asked or now - asked > _QUIET):
+                return
+            self._leaving.join(_PAUSE)
 
 
 def _connect(address: Any, slices: ServedSlices) -> connection.Connection[Any, Any]:
@@ -212,6 +249,8 @@ def _linger() -> None:
     several = list(_PEERS)
     for peers in several:  # all retire first: other ranks may wait for them in another order
         peers.retire()
+    for peers in several:
+        peers.say_ended()
     for peers in several:
         peers.linger(end)
 

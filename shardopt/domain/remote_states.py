@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from ..errors import StateError
+from .ended_peers import groups_between
 from .peers import Peers
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class RemoteStates:
     def connect(domain: Shown) -> RemoteStates | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
         remote = RemoteStates(domain)
-        peers = Peers.connect(domain.mesh.shard, remote.slice_at)
+        mesh = domain.mesh
+        peers = Peers.connect(mesh.shard, remote.slice_at, groups_between([mesh.shard, mesh.world]))
         if peers is None:
             return None
         remote._peers = peers

@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import ShardoptError, StateError
+from .ended_peers import EndedPeers
 from .epoch import Moment
 from .listener import Listener
 
@@ -62,6 +63,7 @@ class ServedSlices:
         readable: None after ``close()``.
         ranks: their number.
         last_asked: when another rank last read.
+        ended: the peers whose processes end.
     """
 
     token: str
@@ -69,6 +71,7 @@ class ServedSlices:
     readable: Readable | None
     ranks: int = 0
     last_asked: float = 0.0  # by the monotonic clock
+    ended: EndedPeers = field(default_factory=EndedPeers)
     _is_retired: bool = False
     _leaving: list[connection.Connection[Any, Any]] = field(default_factory=list)  # peers that said farewell
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -165,6 +168,9 @@ class StateServer:
                 if "farewell" in request:
                     slices.keep_farewell(peer)
                     return  # no thread waits for the answer: every rank says farewell, and there may be many
+                if "ended" in request:
+                    slices.ended.keep(peer, request["ended"])
+                    return
                 _send(peer, slices, request)
         peer.close()
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CommunicationError, DisagreementError
+from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
 
 # Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
@@ -312,8 +313,15 @@ class Ranks:
             raise
         except RuntimeError as error:
             self.give_up(phase)
+            gone = ended_ranks(self.group)
+            found = f"{_look_at(gone) if gone else ''}{self.at(phase)}: {str(error).rstrip(_MARKS)}"
             raise CommunicationError(
-                f"{self.at(phase)}: {str(error).rstrip(_MARKS)}. A peer died, left, or did not make the same call in "
-                "time: every rank must call step(), save_checkpoint() and the like. Look at the other ranks' output "
-                "for the first error."
+                f"{found}. A peer died, left, or did not make the same call in time: every rank must call step(), "
+                "save_checkpoint() and the like. Look at the other ranks' output for the first error."
             ) from error
+
+
+def _look_at(ended: Sequence[int]) -> str:
+    """The beginning of an error whose cause is that ranks have ended."""
+    ranks = ", ".join(map(str, ended))
+    return f"look at the output of rank {ranks}, whose process has ended: this rank waited for it in vain, "

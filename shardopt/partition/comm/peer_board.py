@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...errors import CommunicationError
+from .ended import ended_ranks
 
 if TYPE_CHECKING:
     from .group import Ranks
@@ -185,6 +186,7 @@ class PeerBoard:
                 # rank raises.
                 for each in range(self._ranks.size):
                     self._read_notice(each, phase)
+                self._check_comes(rank, reached, phase)
             if not backoff.again():
                 self._own[_MISSED] = rank + 1
                 raise CommunicationError(
@@ -193,3 +195,13 @@ class PeerBoard:
                     f"{self._ranks.seconds:g} s: it stalled or made other calls; look at its output."
                 )
         return notice
+
+    def _check_comes(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> None:
+        """Raises CommunicationError if the rank's process ends before the point: its board does not change any more."""
+        if rank in ended_ranks(self._ranks.group) and self.ready(rank, reached, phase) is None:
+            self._own[_MISSED] = rank + 1
+            raise CommunicationError(
+                f"look at the output of rank {rank}, whose process has ended, and start the ranks again: this rank "
+                f"waited for it in vain, {self._ranks.at(phase)}. Every rank must run the same forwards, backwards and steps. "
+                "Params and states are unchanged."
+            )

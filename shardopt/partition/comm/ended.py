@@ -1,0 +1,64 @@
+"""Ranks whose processes end: they still serve their states, and come to no exchange of a group any more.
+
+A rank that ends says how many exchanges it has begun in each group. A rank that has begun more waits for it in vain::
+
+    rank 0    exchange 7   exchange 8 ....... in vain: rank 1 may go, which ends the wait          time ->
+    rank 1    exchange 7   its process ends
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import graph
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import torch.distributed as dist
+
+# Where a thread stands while it waits for other ranks: in torch's calls, in a backward whose gradients DDP reduces, or
+# in a wait of ours.
+_TORCH = os.path.dirname(torch.__file__)
+_WAITS = (os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "nn", "parallel", ""), graph.__file__)
+
+# By group: the ranks that end, each with the number of exchanges that it has begun.
+_ENDED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
+def begun(group: dist.ProcessGroup) -> int:
+    """Returns how many collectives and messages this rank has begun in a group, by whatever library."""
+    return int(group._get_sequence_number_for_group())
+
+
+def note_ended(group: dist.ProcessGroup, rank: int, count: int) -> None:
+    """Records that a rank ends, which has begun so many exchanges in the group."""
+    _ENDED.setdefault(group, {})[rank] = count
+
+
+def ended_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Returns the ranks of the group that have said that they end."""
+    return [] if group is None else sorted(_ENDED.get(group, ()))
+
+
+def is_ahead(groups: Sequence[dist.ProcessGroup]) -> bool:
+    """True if this rank has begun an exchange to which a rank that ends never came."""
+    return any(begun(group) > count for group in groups for count in _ENDED.get(group, {}).values())
+
+
+def waits() -> bool:
+    """True if some thread of this process stands where ranks wait for each other."""
+    return any(_is_wait(frame) for frame in sys._current_frames().values())
+
+
+def _is_wait(innermost: FrameType) -> bool:
+    name = innermost.f_code.co_filename
+    return name.startswith(_WAITS) or (name, innermost.f_code.co_name) == _OWN_WAIT
+
+
+_OWN_WAIT = (os.path.join(os.path.dirname(__file__), "group.py"), "wait")
