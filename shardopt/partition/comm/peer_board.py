@@ -202,6 +202,6 @@ class PeerBoard:
             self._own[_MISSED] = rank + 1
             raise CommunicationError(
                 f"look at the output of rank {rank}, whose process has ended, and start the ranks again: this rank "
-                f"waited for it in vain, {self._ranks.at(phase)}. Every rank must run the same forwards, backwards and steps. "
-                "Params and states are unchanged."
+                f"waited for it in vain, {self._ranks.at(phase)}. Every rank must run the same forwards, backwards and "
+                "steps. Params and states are unchanged."
             )
