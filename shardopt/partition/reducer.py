@@ -20,13 +20,15 @@ of their own, and leaves the others' sums as they are. A gradient that comes for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import CommunicationError
 from ..profiler import label
 from ..tensors.strides import flattened
 from .comm.reduce_scatter import PHASE
@@ -101,6 +103,7 @@ class Reducer:
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
+        self._left: CommunicationError | None = None  # another rank left this round, which ends with this error
         self._sums = StreamUses(torch.device("cpu"))  # by the stream that opened the round
         self._started = self._started_across = 0
         self._completed: list[int] = []
@@ -176,7 +179,7 @@ class Reducer:
         self._patience = self._most_patience if self._was_patient else self._patience / 2
         self._was_patient = True
         self._started, self._started_across, self._completed, self.is_open = 0, 0, [], True
-        self.is_reduced = False
+        self.is_reduced, self._left = False, None
         self._reducing.clear()
         for mechanism in self._mechanisms:
             mechanism.start_round(self.rounds)
@@ -192,6 +195,25 @@ class Reducer:
             grad: of the param's shape, any float dtype.
             strides: of the param; the buffer has its storage order.
         """
+        with self._until_left():
+            self._deliver(number, index, grad, strides)
+
+    @contextmanager
+    def _until_left(self) -> Iterator[None]:
+        """A context in mid-backward that keeps the error of a rank that left, which ``finish`` raises.
+
+        Raised here, it would take the place of the error by which this rank may be about to leave itself, and a script
+        that skips a batch after its own error would lose the rank. Test: test_own_errors_win in
+        tests/partition/test_own_errors.py.
+        """
+        try:
+            yield
+        except CommunicationError as error:
+            self._left = self._left or error
+
+    def _deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
+        if self._left is not None:
+            return
         filling, bucket = self._filling[number], self.buckets[number]
         if filling.started or index in filling.arrived:
             # A backward inside another one (reentrant checkpointing) has delivered a gradient of this param before.
@@ -211,7 +233,7 @@ class Reducer:
             # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
             if number not in self._completed:
                 self._completed.append(number)
-            self.start_completed()
+            self._start_completed()
 
     def pass_over(self, number: int, index: int) -> bool:
         """Awaits no gradient of param ``index`` in this round: this rank's backward is past its module.
@@ -281,12 +303,17 @@ class Reducer:
 
     def start_completed(self) -> None:
         """Starts the reductions of the buckets that await nothing, in their order."""
-        while self._started < len(self._round_order):
+        with self._until_left():
+            self._start_completed()
+
+    def _start_completed(self) -> None:
+        while self._left is None and self._started < len(self._round_order):
             number = self._round_order[self._started]
             if not self._filling[number].arrived >= self._filling[number].awaited:
                 break
             self._start(number)
-        self._recycle(self._reduce_scatter.progress())
+        if self._left is None:
+            self._recycle(self._reduce_scatter.progress())
 
     def _start(self, number: int) -> None:
         """Starts the reduction of a bucket; gradients that did not arrive are zero."""
@@ -328,6 +355,8 @@ class Reducer:
         Raises:
             CommunicationError: a rank died, is late, or abandoned the round.
         """
+        if self._left is not None:
+            raise self._left
         while self._started < len(self._round_order):
             self._start(self._round_order[self._started])
         ended = self._reduce_scatter.finish()
@@ -434,7 +463,7 @@ class Reducer:
             if filling.buffer is not None:  # several streams may have filled it
                 filling.buffer.join()
                 last_used(filling.buffer.memory)
-        self._filling = []
+        self._filling, self._left = [], None  # its traceback refers to this object
         self._reducing.clear()
         self.is_open = False
 

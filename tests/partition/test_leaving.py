@@ -125,6 +125,8 @@ def goes_on(stage: int, in_package: bool, folder: str) -> None:
                 # This rank's next call notices that the backward ended, and tells the others, who wait for it.
                 opt.zero_grad()
         check(error, leaving.is_odd, f"rank {ODD} left", "zero_grad()", "reducing gradients")
+        if in_package:  # of its type on all ranks: so they can catch it
+            assert isinstance(error, ValueError), repr(error)
         model.amid = lambda: None
         train(model, opt, 3, 4)
         assert snapshot(model, opt) == snapshot(*expected)

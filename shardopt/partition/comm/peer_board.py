@@ -8,6 +8,7 @@ the rank there. So no rank adds this attempt's gradients to sums of the attempt 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 
 from ...errors import CommunicationError
 from .ended import ended_ranks
+from .left import error_of, kind_of
 
 if TYPE_CHECKING:
     from .group import Ranks
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 # test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
 MAX_ADDRESSES = 64
 # Peers read in this order: memory is copied from lower to higher addresses.
-_AT, _MISSED, _FAILED, _FILLED, _CONSUMED, _FIRST_ADDRESS = range(6)
+_AT, _MISSED, _KIND, _FAILED, _FILLED, _CONSUMED, _FIRST_ADDRESS = range(7)
 # Attempts at one round, at most. Round and attempt are one number: a peer that reads while both change would see the
 # new round with the old attempt.
 _ATTEMPTS = 1 << 20
@@ -63,6 +65,7 @@ class Notice(NamedTuple):
     at: int
     # One more than the rank that did not come, so that the last attempt was abandoned; 0: an error of its own.
     missed: int
+    kind: int  # of the error by which the last attempt was abandoned; see left.py
     failed: int  # the last closure of a step that raised on this rank, counted from 1
     filled: int  # buffers of this attempt that may be read
     consumed: int  # buffers of every other rank that this rank has read in this attempt
@@ -89,7 +92,8 @@ class PeerBoard:
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])))
 
     def abandon_round(self, round_number: int) -> None:
-        """Shows the peers that this rank abandons its attempt at the round."""
+        """Shows the peers that this rank abandons its attempt at the round, and by what error, if one is handled."""
+        self._own[_KIND] = kind_of(sys.exc_info()[1])
         self._go_to(max(round_number * _ATTEMPTS, int(self._own[_AT])) + 1)
 
     def fail_closure(self, closure: int) -> None:
@@ -143,8 +147,8 @@ class PeerBoard:
 
     def _read_notice(self, rank: int, phase: str) -> Notice:
         self.read(rank, self._addresses[rank], self._seen, phase)
-        at, missed, failed, filled, consumed, *addresses = self._seen.tolist()
-        return Notice(at, missed, failed, filled, consumed, tuple(addresses))
+        at, missed, kind, failed, filled, consumed, *addresses = self._seen.tolist()
+        return Notice(at, missed, kind, failed, filled, consumed, tuple(addresses))
 
     def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
         """Returns the rank's notice if it has reached the point; None if it is still on the way.
@@ -165,7 +169,8 @@ class PeerBoard:
         if notice.at > own:
             self._own[_MISSED] = notice.missed or rank + 1
             reason = f"as rank {notice.missed - 1} did not come" if notice.missed else "after an error of its own"
-            raise CommunicationError(
+            was_abandoned = notice.at // _ATTEMPTS == own // _ATTEMPTS  # else that rank took a step more
+            raise error_of(notice.kind if was_abandoned else 0)(
                 "call zero_grad() on every rank and go on together: params and states are unchanged, as gradients of "
                 f"two backwards would have been mixed. While {phase}: rank {rank} gave up this backward, {reason} or "
                 "for a step that this rank did not take; look at its output."

@@ -16,6 +16,7 @@ again.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ import torch
 
 from ...errors import CommunicationError
 from .group import Pending
+from .left import error_of, kind_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -67,9 +69,12 @@ class RollCall:
         self._unheard: list[tuple[torch.Tensor, list[torch.Tensor], Pending]] = []
 
     def send(self, status: RankStatus) -> None:
-        """Sends this rank's status to all other ranks, without waiting for theirs."""
+        """Sends this rank's status to all other ranks, without waiting for theirs.
+
+        With it goes the type of the error that is handled, if this rank left by one.
+        """
         ranks = self._ranks
-        self._own = torch.tensor([status])
+        self._own = torch.tensor([status, 0 if status is RankStatus.ISSUED else kind_of(sys.exc_info()[1])])
         # Zeros are ISSUED: torch's fake groups, by which one process measures many ranks, deliver no message.
         self._others = [torch.zeros_like(self._own) for _ in range(ranks.size)]
         tag = self._tag + self._sent % _CALLS
@@ -87,12 +92,13 @@ class RollCall:
         for index, (work, peer) in enumerate(zip(self._pending.works, self._pending.peers, strict=True)):
             self._ranks.wait(Pending(self._phase, (work,), (peer,)))
             if index < received:
-                self._check(peer, RankStatus(int(self._others[peer])))
+                status, kind = self._others[peer].tolist()
+                self._check(peer, RankStatus(status), kind)
         self._unheard.pop()
 
-    def _check(self, rank: int, status: RankStatus) -> None:
+    def _check(self, rank: int, status: RankStatus, kind: int) -> None:
         if status is RankStatus.LEFT:
-            raise CommunicationError(
+            raise error_of(kind)(
                 f"call zero_grad() on every rank and go on together: rank {rank} left after an error of its own (look "
                 "at its output), and its gradients are missing. Params and states are unchanged, "
                 f"{self._ranks.at(self._phase)}."
