@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import mapping, number, whole
+from ..errors import ShardoptError
 from ..rules.adam import adam
-from ..rules.choice import KEY, RuleChoice
+from ..rules.choice import KEY, PUBLISHED_KEYS, RuleChoice
 from ..rules.muon import muon
 from .classes import ShardedAdamW
 from .like import checked_for, defaults_of, like
 from .matrices import apart_from_matrices, split_params
+from .named_rules import warn_of_unread, with_rule
 from .optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ __all__ = ["ShardedMuon"]
 
 _MUON, _ADAMW = "muon", "adamw"
 _ADAMW_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused")
+# Keys of groups that something reads, beside Muon's own.
+_READ = {
+    *_ADAMW_ARGUMENTS,
+    *("capturable", "differentiable", "decoupled_weight_decay", "use_muon", "use_adamw", KEY, *PUBLISHED_KEYS),
+}
 
 
 def _muon_defaults(adamw: Mapping[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
@@ -59,7 +66,8 @@ class ShardedMuon(ShardedOptimizer):
     Arguments are those of :class:`torch.optim.Muon`. Each matrix is made whole on one rank, once a step, and the bits
     are torch's for fp32 params, at every stage and number of ranks.
 
-    Param groups may say ``rule="muon"`` or ``rule="adamw"``. Where the module is handed over, a group that says neither
+    Param groups may say ``rule="muon"`` or ``rule="adamw"``, or as published scripts do ``use_muon=True``,
+    ``kind="adamw"`` or ``algorithm="adamw"``. Where the module is handed over, a group that says neither
     is split: 2D weights of hidden layers take Muon; embeddings, heads, norms, biases and all else take AdamW, with
     AdamW's own defaults. ``print(optimizer)`` shows which param took which. ``matrices=3`` in a group cuts each of its
     params into three along the first dimension (a fused qkv); ``matrices="stack"`` takes 3D params as stacks.
@@ -113,11 +121,19 @@ class ShardedMuon(ShardedOptimizer):
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(group, dict) or "params" not in group:
             return [group]  # add_param_group() of the base class refuses it
+        assert isinstance(self.rule, RuleChoice)
+        given, group = group, with_rule(self.rule, group)
+        warn_of_unread(given, self.param_groups, _READ | self.defaults.keys())
         if KEY in group or self.options.module is None:
             return [self._filled(group)]
         hidden, others = split_params(group, self._apart)
-        own = {name: value for name, value in group.items() if name != "params" and name not in self.defaults}
-        split = [{**group, "params": hidden, KEY: _MUON}, {**own, "params": others, KEY: _ADAMW}]
+        if hidden and others and "lr" in group:
+            raise ShardoptError(
+                f"say rule='muon' or rule='adamw' in groups of their own: a group with lr={group['lr']} holds "
+                f"{len(hidden)} matrices of hidden layers, which take Muon, and {len(others)} other params, which take "
+                "AdamW. Learning rates of the two differ widely, and this one would be lost for one of them."
+            )
+        split = [{**group, "params": hidden, KEY: _MUON}, {**group, "params": others, KEY: _ADAMW}]
         return [self._filled(each) for each in split if each["params"]]
 
     def _filled(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..arguments import flag
 from ..errors import RuleError
 from .rule import FP32_EPS, Rule, Shape, Variant
 
 KEY = "rule"
+# Keys by which published scripts of Muon name a group's rule, beside use_muon=True.
+PUBLISHED_KEYS = ("kind", "algorithm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,22 @@ class RuleChoice(Rule):
             )
         return self.choices[word]
 
+    def published_words(self, group: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the rules that a group names as published scripts do: ``kind="adamw"``, ``use_muon=True``.
+
+        Raises:
+            TypeError: a key such as ``use_muon`` has another value than True or False.
+        """
+        for key in PUBLISHED_KEYS:
+            word = str(group.get(key)).lower()
+            if word in self.choices:
+                yield word
+        for word in self.choices:
+            key = f"use_{word}"
+            if group.get(key) is not None:
+                others = [each for each in self.choices if each != word]
+                yield from [word] if flag(group[key], key) else others[:1]
+
     def averaging(self, decay: float) -> RuleChoice:
         """See :meth:`Rule.averaging`."""
         return RuleChoice.among({word: each.averaging(decay) for word, each in self.choices.items()})
@@ -82,4 +101,8 @@ class RuleChoice(Rule):
 
 def name_in(rule: Rule, group: Mapping[str, Any]) -> str:
     """Returns the word by which a param group, one that was saved perhaps, names its rule; else the rule's name."""
-    return str(group.get(KEY, next(iter(rule.choices)))) if isinstance(rule, RuleChoice) else rule.name
+    if not isinstance(rule, RuleChoice):
+        return rule.name
+    # Before the key of our own: that of a dict that another class saved is filled in from the group that takes it over.
+    published = next(rule.published_words(group), None)
+    return published or str(group.get(KEY, next(iter(rule.choices))))
