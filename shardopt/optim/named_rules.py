@@ -13,8 +13,8 @@ from ..rules.choice import KEY, PUBLISHED_KEYS, RuleChoice
 # Names of optimizers, which a script may give as the value of any key.
 _NAMES = frozenset(
     {
-        *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "dion", "lamb", "lars", "lion", "muon"),
-        *("nadam", "normuon", "radam", "rmsprop", "rprop", "sgd", "shampoo", "soap"),
+        *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "dion", "lamb", "lars", "lion"),
+        *("muon", "nadam", "normuon", "radam", "rmsprop", "rprop", "sgd", "shampoo", "soap"),
     }
 )
 
@@ -36,8 +36,8 @@ def with_rule(rule: RuleChoice, group: Mapping[str, Any]) -> dict[str, Any]:
     words = list(dict.fromkeys([*rule.published_words(group), *([group[KEY]] if KEY in group else [])]))
     if len(words) > 1:
         raise RuleError(
-            f"name one rule in a param group, by {KEY!r} alone: its keys name {words}, and each param is updated by one "
-            "rule."
+            f"name one rule in a param group, by {KEY!r} alone: its keys name {words}, and each param is updated by "
+            "one rule."
         )
     return {**group, KEY: words[0]} if words else dict(group)
 
