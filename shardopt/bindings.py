@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .domain.agreement import agree_on, agree_on_call
-from .domain.bind import bind, frozen_of
+from .domain.bind import bind
 from .domain.domain import Domain
 from .domain.domains import Domains
 from .domain.dtensors import DTensorLocals
 from .domain.formats import check_formats
+from .domain.frozen import frozen_of, warn_of_whole_frozen
 from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.norm_rules import check_takes_norms
 from .domain.unsharded import check_weights
@@ -63,6 +64,7 @@ class Bindings:
         self.takeover: ModuleTakeover | None = None
         self.joining: Callable[[str, Call | None], None] | None = None
         self.is_closed = False
+        self._has_warned = False  # of frozen params that stay whole
         self._domains: Domains | None = None  # from the first forward or step on
         self._retire: list[weakref.finalize[Any, Any]] = []
 
@@ -212,6 +214,10 @@ class Bindings:
             )
         takeover, init = self.takeover, DeferredInit(state_dict, init_fn)
         by_domain = self._handed_over()
+        if not self._has_warned:
+            self._has_warned = True
+            for domain, _ in by_domain:
+                warn_of_whole_frozen(domain, takeover.module)
         candidates = [each for domain, groups in by_domain for each in domain.unbound(groups)]
         is_bound = all(domain.entries or not frozen_of(domain, takeover.module) for domain, _ in by_domain)
         if not candidates and not takeover.fresh and is_bound:
@@ -331,6 +337,18 @@ class Bindings:
                 "device, and param groups have their own process_group, so experts of other ranks would get the same "
                 "values as this rank's."
             )
+
+    def bind_frozen(self) -> None:
+        """Collective: binds a module of which nothing trains, if stage 3 shards it and no forward has bound it.
+
+        Its first forward is an evaluation, and perhaps all of them are: a reference model, say.
+        """
+        if self.takeover is None or not ZeroStage(self.options.stage).shards_params:
+            return
+        is_bound = self.domain is not None and self.domain.links is not None
+        if not is_bound and not any(param.requires_grad for param in self.takeover.module.parameters()):
+            with torch.inference_mode(False):  # what is made in that mode could not be trained later
+                self.bind()
 
     def ensure_bound(self) -> None:
         """Collective: binds params that are not bound yet, as the first step does."""

@@ -113,12 +113,17 @@ class Engine(Bindings):
             if engine is not None:
                 engine.bind()
 
+        def before_evaluation() -> None:
+            engine = me()
+            if engine is not None:
+                engine.bind_frozen()
+
         def groups() -> list[dict[str, Any]]:
             engine = me()
             return [] if engine is None else engine.groups
 
         has_parts = ZeroStage(self.options.stage).shards_gradients
-        takeover = ModuleTakeover(module, has_parts, before_forward, groups, _takeovers)
+        takeover = ModuleTakeover(module, has_parts, before_forward, before_evaluation, groups, _takeovers)
         try:
             takeover.check_covers(self.groups)
         except BindingError:

@@ -16,7 +16,7 @@ An error before 5 is raised on all ranks, and all of them undo what they made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from .called import stage_numbers
 from .connect import connect, open_windows
 from .dtensors import is_dtensor
 from .experts import own_units
+from .frozen import kept_whole
 from .param import named_params
 from .param_names import matching
 from .recut import recut
@@ -69,7 +70,7 @@ def bind(
         numbers: the groups' hyper-parameters as plain numbers.
         candidates: params that train.
         waiting: states that were loaded, by param. The caller drops those of the records afterwards.
-        frozen: params that do not train, to be sharded; see :func:`frozen_of`.
+        frozen: params that do not train, to be sharded; see :func:`.frozen.frozen_of`.
         fresh: params and buffers that were on the meta device and have no values yet.
         closure: True if ``step()`` was called with one; must be equal on all ranks.
 
@@ -197,36 +198,13 @@ def plan_of(domain: Domain, candidates: Sequence[Candidate], units: UnitTable) -
         return domain.options.tuning.bucket_bytes_of(device, domain.options.module is not None)
 
     numbers = {param: number for param, (number, _) in units.items()} if units else None
-    kept = _kept_whole(domain)
+    kept = kept_whole(domain)
     stages, outer_of = stage_numbers(domain.options.module), domain.locals.outer_of
     slices = {param for _, param, _ in candidates if is_dtensor(outer_of(param))}
     num_shards = domain.mesh.shard.size
     return plan_buckets(
         candidates, domain.rule, domain.options, num_shards, bucket_bytes, kept, numbers, stages, slices
     )
-
-
-def frozen_of(
-    domain: Domain, module: torch.nn.Module, candidates: Sequence[Candidate] = ()
-) -> list[torch.nn.Parameter]:
-    """Returns the frozen params of the module that are to be sharded and are not yet.
-
-    Args:
-        candidates: params that are about to be bound.
-    """
-    if not domain.shards_params:
-        return []
-    others: set[torch.Tensor] = {*domain.entries, *_kept_whole(domain), *(param for _, param, _ in candidates)}
-    return [
-        param
-        for param in map(domain.locals.of, module.parameters())
-        if not param.requires_grad
-        and param.is_floating_point()
-        and param.numel() >= domain.options.tuning.keep_below
-        and not _is_sharded(domain, param)
-        and param not in others
-        and domain.locals.outer_of(param) in domain.members
-    ]
 
 
 def _is_sharded(domain: Domain, param: torch.nn.Parameter) -> bool:
@@ -242,14 +220,6 @@ def _frozen_layouts(
     kinds = [list(kind) for _, kind in groupby(sorted(params, key=key), key=key)]
     ranks = domain.mesh.shard.size
     return [(kind, BucketLayout(tuple(param.numel() for param in kind), ranks)) for kind in kinds]
-
-
-def _kept_whole(domain: Domain) -> Collection[torch.Tensor]:
-    """Returns the params that stage 3 would shard if ``Tuning.keep`` did not name them."""
-    if not domain.shards_params:
-        return frozenset()
-    kept = matching(domain.options.module, domain.options.tuning.keep)
-    return frozenset(domain.locals.of(param) for param in kept if isinstance(param, torch.nn.Parameter))
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

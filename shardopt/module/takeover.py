@@ -64,6 +64,7 @@ class ModuleTakeover:
         module: nn.Module,
         always_syncs: bool,
         before_forward: Callable[[], None],
+        before_evaluation: Callable[[], None],
         groups: Callable[[], Sequence[Mapping[str, Any]]],
         takeovers: Callable[[], Sequence[ModuleTakeover]],
     ):
@@ -72,6 +73,7 @@ class ModuleTakeover:
             module: plain or DDP.
             always_syncs: gradients are sharded, so that every backward reduces them, ``no_sync()`` or not.
             before_forward: is called at the beginning of a forward that a backward can follow.
+            before_evaluation: is called at the beginning of one without gradients.
             groups: returns the param groups of the optimizer.
             takeovers: returns those of all optimizers that are in use.
         """
@@ -90,6 +92,7 @@ class ModuleTakeover:
         self._covered_by: frozenset[weakref.ref[ModuleTakeover]] = frozenset()
         self.groups, self._takeovers = groups, takeovers
         self._always_syncs, self._before_forward = always_syncs, before_forward
+        self._before_evaluation = before_evaluation
         self._called = {each.module: each for each in self.called}
         self._buffers = {each: SharedBuffers(each.module) for each in self.called}
         self.source = 0
@@ -305,8 +308,10 @@ class ModuleTakeover:
             self.forward.pre_forward(module, arguments, keywords)
 
     def _prepare(self, called: CalledModule) -> None:
-        # In a backward this is activation checkpointing, which runs the forward again.
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:  # activation checkpointing, which runs the forward again
+            return
+        if not torch.is_grad_enabled():
+            self._before_evaluation()
             return
         self._find_ddp(called)
         self._retire_reducer(called)
