@@ -38,7 +38,6 @@ from .dtensors import is_dtensor
 from .experts import own_units
 from .frozen import kept_whole
 from .param import named_params
-from .param_names import matching
 from .recut import recut
 from .tiers import check_offload, make_landing
 from .units import UnitPlan, check_names, units_of

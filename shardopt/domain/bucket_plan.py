@@ -145,8 +145,9 @@ def _splits(kind: Sequence[Candidate], bucket_bytes: int | None, num_shards: int
 
 
 def _packable(param: torch.nn.Parameter, group: Group) -> Packable:
-    count, (rows, columns) = matrices_of(param.shape, group.get("matrices"))
-    return Packable(param.numel(), max(count, 1), cost_of(rows, columns, count), param.element_size())
+    shapes = matrices_of(param.shape, group.get("matrices"))
+    sizes = tuple(rows * columns for rows, columns in shapes)
+    return Packable(param.numel(), sizes, sum(cost_of(*each) for each in shapes), param.element_size())
 
 
 def matrix_stats(rule: Rule, members: Sequence[Candidate], layout: BucketLayout) -> MatrixStats:
@@ -158,5 +159,5 @@ def matrix_stats(rule: Rule, members: Sequence[Candidate], layout: BucketLayout)
     for (_, param, group), offset in zip(members, layout.offsets, strict=False):
         each = _packable(param, group)
         whole = each.whole(offset, layout.shard_numel)
-        found += MatrixStats(each.matrices, whole, each.numel - whole * (each.numel // each.matrices))
+        found += MatrixStats(len(each.matrices), len(whole), each.numel - sum(whole))
     return found

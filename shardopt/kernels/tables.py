@@ -68,6 +68,12 @@ class Gradients:
         # A param that ends before the part gets an end of 0 or less, and so does a skipped one: kernels pass over both.
         return Gradients(row_of_block, self.rows + moved, self.aligned)
 
+    def only(self, blocks: torch.Tensor) -> "Gradients":
+        """Returns the table with all other blocks skipped; ``blocks`` is 1D [num_blocks] bool, in host memory."""
+        skipped = self.num_rows - 1  # the row of blocks without a param
+        row_of_block = torch.where(sent(blocks, self.row_of_block.device), self.row_of_block, skipped)
+        return replace(self, row_of_block=row_of_block)
+
     @staticmethod
     def joined(tables: "Sequence[Gradients]", itemsize: int, row_of_block: torch.Tensor) -> "Gradients":
         """Returns the table of several shards, with rows in host memory, as if the shards were one.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..domain.hyperparameters import plain_numbers
 from ..domain.matrix_placement import matrix_placement_of
 from ..errors import ShardoptError
-from ..rules.matrix import STACK, MatrixRule, matrices_of
+from ..partition.layout import BLOCK
+from ..rules.matrix import STACK, MatrixRule, MatrixVariant, check_runs, matrices_of, scalars_of_matrices
+from ..tensors.strides import dense_strides
 
 if TYPE_CHECKING:
     from ..config import Options
@@ -42,7 +46,8 @@ def check_matrices(rule: Rule, group: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: a param holds no matrices, or another number than the group says.
-        ShardoptError: a param is a DTensor whose slices no rank can assemble.
+        ShardoptError: a param is a DTensor whose slices no rank can assemble, or its matrices take step sizes of their
+            own, which no kernel could tell apart.
     """
     if not isinstance(rule.of(group), MatrixRule):
         return
@@ -51,8 +56,22 @@ def check_matrices(rule: Rule, group: Mapping[str, Any]) -> None:
         if matrices is None and param.ndim != 2:  # with torch's message
             name, size = rule.of(group).name.capitalize(), param.size()
             raise ValueError(f"{name} only supports 2D parameters whereas we found a parameter with size: {size}")
-        matrices_of(param.shape, matrices)
-        matrix_placement_of(param, is_stack=matrices == STACK)
+        shapes = matrices_of(param.shape, matrices)
+        placement = matrix_placement_of(param, is_stack=matrices == STACK)
+        if len(set(shapes)) > 1:
+            _check_unequal(rule.of(group), group, param, shapes, placement is not None)
+
+
+def _check_unequal(
+    rule: Rule, group: Mapping[str, Any], param: torch.Tensor, shapes: Sequence[tuple[int, int]], is_cut: bool
+) -> None:
+    numbers = plain_numbers(group)
+    variant = rule.variant(numbers)
+    assert isinstance(variant, MatrixVariant)
+    with suppress(KeyError):  # the user may add a key for a rule of their own later
+        runs = scalars_of_matrices(shapes, lambda shape: rule.evaluate(variant, {**numbers, "shape": shape}, 1, {})[0])
+        lie_in_rows = not is_cut and dense_strides(param)[-2:] == (param.shape[1], 1)
+        check_runs(runs, BLOCK, lie_in_rows, len(variant.accumulate.scalars))
 
 
 # -- which params of a module are matrices of hidden layers ------------------------------------------------------------

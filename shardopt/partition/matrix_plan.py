@@ -35,6 +35,7 @@ class PlannedMatrix(NamedTuple):
     columns: int
     shard_numel: int  # of the bucket
     stacked: int = 1  # matrices
+    work: int | None = None  # the cost of several, one below the other; None: that of its shape
     owner: int | None = None  # given, of a slice of a matrix that ranks of a tensor mesh put together
 
     @property
@@ -43,7 +44,7 @@ class PlannedMatrix(NamedTuple):
 
     @property
     def cost(self) -> int:
-        return cost_of(self.rows, self.columns, self.stacked)
+        return cost_of(self.rows, self.columns, self.stacked) if self.work is None else self.work
 
 
 def cost_of(rows: int, columns: int, stacked: int = 1) -> int:

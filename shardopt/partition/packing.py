@@ -78,7 +78,7 @@ class Packable(NamedTuple):
     """A param of one or several matrices, one after the other."""
 
     numel: int
-    matrices: int
+    matrices: tuple[int, ...]  # the elements of each
     cost: int  # of what the owner of its matrices computes
     itemsize: int  # bytes of an element, and of its gradient's
 
@@ -88,18 +88,18 @@ class Packable(NamedTuple):
 
     def travelling(self, offset: int, shard_numel: int) -> int:
         """Returns the elements of its matrices that do not lie in the shard that has most of their matrix."""
-        return sum(self.numel // self.matrices - each for each in self._largest_slices(offset, shard_numel))
+        return self.numel - sum(self._largest_slices(offset, shard_numel))
 
-    def whole(self, offset: int, shard_numel: int) -> int:
-        """Returns the number of its matrices that lie in one shard."""
-        return sum(self.numel // self.matrices == each for each in self._largest_slices(offset, shard_numel))
+    def whole(self, offset: int, shard_numel: int) -> list[int]:
+        """Returns the elements of each of its matrices that lies in one shard."""
+        largest = self._largest_slices(offset, shard_numel)
+        return [numel for numel, each in zip(self.matrices, largest, strict=True) if numel == each]
 
     def _largest_slices(self, offset: int, shard_numel: int) -> Iterator[int]:
         """Yields for each matrix the most of its elements that lie in one shard."""
-        numel = self.numel // self.matrices
-        for number in range(self.matrices):
-            start = offset + number * numel
-            yield _largest_slice(start, start + numel, shard_numel) if numel else 0
+        for numel in self.matrices:
+            yield _largest_slice(offset, offset + numel, shard_numel) if numel else 0
+            offset += numel
 
 
 class Split(NamedTuple):

@@ -25,11 +25,11 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import RuleError
+from ..errors import RuleError, ShardoptError
 from .rule import FP32_EPS, Rule, Shape, Variant
 
 # (update: 2D bf16, which the function may overwrite, the param group's plain numbers) -> 2D of the same shape.
@@ -166,12 +166,20 @@ def _reads_param(rule: Rule, flags: Mapping[str, bool]) -> bool:
 # -- which matrices a param holds --------------------------------------------------------------------------------------
 
 
-def matrices_of(shape: Sequence[int], matrices: int | str | None) -> tuple[int, tuple[int, int]]:
-    """Returns how many matrices a param of this shape holds, and their shape.
+class MatrixScalars(NamedTuple):
+    """The scalars of a run of adjacent matrices of one param that share them."""
+
+    first: int  # element of the param in storage order
+    stop: int
+    values: tuple[float, ...]  # of both passes
+
+
+def matrices_of(shape: Sequence[int], matrices: object) -> list[tuple[int, int]]:
+    """Returns the shapes of the matrices that a param of this shape holds, one behind the other.
 
     Args:
-        matrices: of the param group: None or 1, the param is one matrix; a number, into how many it is cut along its
-            first dimension; "stack", it is 3D, a stack of matrices.
+        matrices: of the param group: None or 1, the param is one matrix; a number, into how many equal ones it is cut
+            along its first dimension; several numbers, the rows of each; "stack", it is 3D, a stack of matrices.
 
     Raises:
         ValueError: the shape does not fit.
@@ -181,12 +189,71 @@ def matrices_of(shape: Sequence[int], matrices: int | str | None) -> tuple[int, 
             raise ValueError(
                 f'matrices="stack" takes 3D params, a stack of matrices, found one of shape {tuple(shape)}'
             )
-        return shape[0], (shape[1], shape[2])
+        return [(shape[1], shape[2])] * shape[0]
+    if isinstance(matrices, tuple | list):
+        if not matrices or not all(map(_is_count, matrices)):
+            raise ValueError(f"matrices takes the rows of each matrix, at least 1, found {matrices!r}")
+        if len(shape) != 2 or shape[0] != sum(matrices):
+            raise ValueError(
+                f"matrices={tuple(matrices)} takes 2D params of {sum(matrices)} rows, found one of shape {tuple(shape)}"
+            )
+        return [(rows, shape[1]) for rows in matrices]
     count = 1 if matrices is None else matrices
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f'matrices takes a number of matrices, at least 1, or "stack", found {matrices!r}')
+    if not isinstance(count, int) or not _is_count(count):
+        raise ValueError(
+            f'matrices takes a number of matrices, at least 1, the rows of each, or "stack", found {matrices!r}'
+        )
     if len(shape) != 2 or shape[0] % count:
         raise ValueError(
             f"matrices={matrices} takes 2D params whose first dimension it divides, found one of shape {tuple(shape)}"
         )
-    return count, (shape[0] // count, shape[1])
+    return [(shape[0] // count, shape[1])] * count
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def scalars_of_matrices(
+    shapes: Sequence[tuple[int, int]], values_of: Callable[[tuple[int, int]], tuple[float, ...]]
+) -> list[MatrixScalars]:
+    """Returns the scalars of a param's matrices, those together that are adjacent and share them.
+
+    Args:
+        values_of: evaluates the scalars of a matrix of this shape.
+    """
+    known = {shape: values_of(shape) for shape in dict.fromkeys(shapes)}
+    found: list[MatrixScalars] = []
+    first = 0
+    for shape in shapes:
+        stop, values = first + shape[0] * shape[1], known[shape]
+        if found and found[-1].values == values:
+            found[-1] = found[-1]._replace(stop=stop)
+        else:
+            found.append(MatrixScalars(first, stop, values))
+        first = stop
+    return found
+
+
+def check_runs(runs: Sequence[MatrixScalars], block: int, lie_in_rows: bool, num_accumulate: int) -> None:
+    """Raises ShardoptError if matrices of one param take other scalars, and no kernel can tell their elements apart.
+
+    Args:
+        block: elements that share a row of the kernel's table.
+        lie_in_rows: True if the matrices lie one behind the other in memory, on this rank.
+        num_accumulate: scalars of the first pass.
+    """
+    if len(runs) < 2:
+        return
+    if len({each.values[:num_accumulate] for each in runs}) > 1:
+        found = "the first pass of the rule depends on their shapes"
+    elif not lie_in_rows:
+        found = "their rows are not adjacent in the memory of a rank"
+    elif any(each.first % block for each in runs):
+        found = f"they begin at elements {[each.first for each in runs]}, not all at multiples of {block}"
+    else:
+        return
+    raise ShardoptError(
+        "cut the weight into params of their own, or make its matrices of one shape: matrices of one param have step "
+        f"sizes of their own, and {found}. Some elements would be updated by the step size of another matrix."
+    )

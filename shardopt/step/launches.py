@@ -32,9 +32,9 @@ from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS as PRODUCT_COLUMNS
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, noise_from
-from ..rules.matrix import MatrixVariant
+from ..rules.matrix import MatrixScalars, MatrixVariant
 from ..rules.rule import FP32_EPS
-from .matrix_passes import accumulate_spec, plan_apply, shape_for
+from .matrix_passes import accumulate_spec, plan_apply, runs_of, shapes_for
 from .variants import Variants, eps_of, param_geometry
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..kernels.products import Products
     from ..kernels.spec import Pass, Spec
-    from ..rules import Variant
+    from ..rules import Rule, Variant
+    from ..rules.rule import Shape
     from ..tensors.gradient_slice import GradientSlice
     from .matrix_passes import Apply
 
@@ -72,8 +73,15 @@ class ParamUpdate(NamedTuple):
     is_on_host: bool = False
 
 
-# Of every param that a step updates: its scalars in the order of the names in the variant, and what its next step gets.
-Scalars = dict[ParamRecord, tuple[tuple[float, ...], dict[str, float]]]
+class ParamScalars(NamedTuple):
+    """What a step evaluates for one param."""
+
+    values: tuple[float, ...]  # in the order of the names in the variant
+    carried: dict[str, float]  # what its next step gets
+    runs: tuple[MatrixScalars, ...] = ()  # where matrices of the param take other values
+
+
+Scalars = dict[ParamRecord, ParamScalars]
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,9 @@ class Launch:
     is_on_host: bool  # true if the gradients are in host memory and the shard is on a device
     apply: Apply | None = None  # of a rule of whole matrices: the pass that follows
     products: Products | None = None  # of a factored rule
+    # Of a rule of whole matrices, row -> the scalars of the matrices of its param, where they differ.
+    runs: Mapping[int, tuple[MatrixScalars, ...]] = field(default_factory=dict)
+    blocks: torch.Tensor | None = None  # 1D [num_blocks] bool in host memory: all that it updates; None: every one
     # Of a pass that measures: 3D [measured values, num_rows, COLUMNS] int64, where the kernel runs.
     totals: torch.Tensor | None = None
 
@@ -132,22 +143,40 @@ def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Seque
     """Evaluates the rule's scalars, once for all params that share group, step, carried values and facts."""
     rule, variant_of = domain.rule, Variants(domain.rule, numbers)
     variants = [variant_of(group) for group in range(len(numbers))]
-    matrices = [shape_for(variant, group) for variant, group in zip(variants, numbers, strict=True)]
-    known: dict[tuple[Any, ...], tuple[tuple[float, ...], dict[str, float]]] = {}
+    matrices = [shapes_for(variant, group) for variant, group in zip(variants, numbers, strict=True)]
+    known: dict[tuple[Any, ...], ParamScalars] = {}
     scalars: Scalars = {}
     for each in updates:
         entry = each.entry
         matrix_of = matrices[each.group]
-        matrix = None if matrix_of is None else matrix_of(entry.shape)
+        shapes = None if matrix_of is None else matrix_of(entry.shape)
         shape = entry.shape if rule.of_param else ()
         eps = eps_of(entry.param) if rule.of_param else FP32_EPS
+        numbered = numbers[each.group]
+        variant = variant_of(each.group, shape)
+        values_of = partial(_evaluated, rule, variant, numbered, entry, shape, eps)
+        matrix = shapes and shapes[0]
         key = (each.group, entry.step, matrix, shape, eps, *entry.carried.values())
         if key not in known:
-            group = numbers[each.group] if matrix is None else {**numbers[each.group], "shape": matrix}
-            variant = variant_of(each.group, shape)
-            known[key] = rule.evaluate(variant, group, entry.step + 1, entry.carried, shape, eps)
-        scalars[entry] = known[key]
+            known[key] = values_of(matrix)
+        found = known[key]
+        if shapes is not None and len(set(shapes)) > 1:
+            found = found._replace(runs=runs_of(variant, entry, shapes, lambda own, of=values_of: of(own).values))
+        scalars[entry] = found
     return scalars
+
+
+def _evaluated(
+    rule: Rule,
+    variant: Variant,
+    group: Mapping[str, Any],
+    entry: ParamRecord,
+    shape: Shape,
+    eps: float,
+    matrix: tuple[int, int] | None,
+) -> ParamScalars:
+    group = group if matrix is None else {**group, "shape": matrix}
+    return ParamScalars(*rule.evaluate(variant, group, entry.step + 1, entry.carried, shape, eps))
 
 
 def plan_launches(
@@ -203,7 +232,7 @@ def launches_of(
         # Few are evaluated, by scalars_of(): the rows of each are filled together.
         alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}
         for row, each in members.items():
-            values = scalars[each.entry][0]
+            values = scalars[each.entry].values
             alike.setdefault(id(values), (values, []))[1].append(row)
         for values, of_rows in alike.values():
             own = values[: len(spec.scalars)]  # of a matrix rule, the first pass's; results of reductions are not known
@@ -214,7 +243,8 @@ def launches_of(
             noise_of = partial(_noise, seed, shard, members)
             apply = plan_apply(shard, whole, alike.values(), noise_of)
         last, scaling = len(spec.passes) - 1, torch.from_numpy(table)
-        yield Launch(shard, spec, last, gradients, scaling, members, divisor, noise, is_on_host, apply)
+        runs = {row: scalars[each.entry].runs for row, each in members.items() if scalars[each.entry].runs}
+        yield Launch(shard, spec, last, gradients, scaling, members, divisor, noise, is_on_host, apply, runs=runs)
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:
@@ -324,7 +354,7 @@ def joined(shards: Sequence[Shard], launches: Sequence[Launch]) -> Iterator[Join
     alike: dict[tuple[Spec, int, int], dict[Shard, Launch]] = {}
     for each in launches:
         device = each.gradients.row_of_block.device
-        if device == each.shard.device and backend_of(device).joins_shards:
+        if each.blocks is None and device == each.shard.device and backend_of(device).joins_shards:
             alike.setdefault((each.spec, each.number, each.divisor), {})[each.shard] = each
         else:
             yield JoinedLaunch([each.shard], [each], each.gradients)

@@ -25,6 +25,7 @@ from ..kernels.tables import Factors
 from ..partition.matrix_plan import MatrixPlan, MatrixSlice, PlannedMatrix, cost_of, owners_on_mesh, plan_matrices
 from ..rules.choice import RuleChoice
 from ..rules.matrix import STACK, MatrixRule, MatrixVariant, matrices_of
+from .matrix_passes import applied_by_run
 from .tensor_mates import PlacedMatrix, put_together
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class MatrixJob(NamedTuple):
     group: int  # number of its param group
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    stacked: int  # matrices, one below the other
-    matrix: tuple[int, int]  # the shape of one
+    matrices: Sequence[tuple[int, int]]  # their shapes, one below the other
     placement: MatrixPlacement | None = None  # shape and strides are of this rank's slice
 
 
@@ -218,7 +218,7 @@ class MatrixUpdate:
         group = self._step.numbers[job.group]
         rule = self._step.domain.rule.of(group)
         assert isinstance(rule, MatrixRule)
-        for update in whole if whole.ndim == 3 else whole.unflatten(0, (job.stacked, -1)):
+        for update in whole if whole.ndim == 3 else whole.split([rows for rows, _ in job.matrices]):
             made = rule.matrix(update, group)
             if not isinstance(made, torch.Tensor) or made.shape != update.shape:
                 found = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__name__
@@ -234,11 +234,12 @@ class MatrixUpdate:
 
     def _second_pass(self) -> dict[Shard, list[Launch]]:
         return {
-            shard: [self._applied(shard, launch) for launch in launches] for shard, launches in self.launches.items()
+            shard: [applied for launch in launches for applied in self._applied(shard, launch)]
+            for shard, launches in self.launches.items()
         }
 
-    def _applied(self, shard: Shard, launch: Launch) -> Launch:
-        """Returns the launch that applies what the function made, which it takes for gradients."""
+    def _applied(self, shard: Shard, launch: Launch) -> Iterator[Launch]:
+        """Yields the launches that apply what the function made, which they take for gradients."""
         assert launch.apply is not None
         pieces = {row: shard.pieces[row] for row in launch.updates}
         grads = {row: (self._updates[shard][piece.local], piece.start) for row, piece in pieces.items()}
@@ -248,20 +249,22 @@ class MatrixUpdate:
             )
             for row, each in launch.updates.items()
         }
-        spec, scalars, noise = launch.apply
         gradients = shard.tables.gradients(grads)
-        return replace(
-            launch,
-            spec=spec,
-            number=0,
-            scalars=scalars,
-            noise=noise,
-            gradients=gradients,
-            updates=updates,
-            divisor=1,
-            is_on_host=False,
-            apply=None,
-        )
+        for blocks, scalars in applied_by_run(launch, launch.apply):
+            yield replace(
+                launch,
+                spec=launch.apply.spec,
+                number=0,
+                scalars=scalars,
+                noise=launch.apply.noise,
+                gradients=gradients,
+                updates=updates,
+                divisor=1,
+                is_on_host=False,
+                apply=None,
+                runs={},
+                blocks=blocks,
+            )
 
 
 def split_matrices(
@@ -286,7 +289,7 @@ def _owners_of_placed(jobs: Sequence[MatrixJob], num_data: int) -> dict[int, tup
             by_group.setdefault(job.placement.group, {})[number] = job.placement
     owners: dict[int, tuple[int, int]] = {}
     for placed in by_group.values():
-        costs = tuple(cost_of(*jobs[number].matrix, jobs[number].stacked) for number in placed)
+        costs = tuple(sum(cost_of(*each) for each in jobs[number].matrices) for number in placed)
         held = tuple(tuple(map(each.numel, range(len(each.sizes)))) for each in placed.values())
         owners.update(zip(placed, owners_on_mesh(costs, held, num_data), strict=True))
     return owners
@@ -304,16 +307,18 @@ def _jobs(
     placement = matrix_placement_of(entry.outer, is_stack=matrices == STACK)
     if 0 in (shape if placement is None else placement.shape):
         return
-    count, matrix = matrices_of(shape if placement is None else placement.shape, matrices)
+    shapes = matrices_of(shape if placement is None else placement.shape, matrices)
     if placement is not None:
         own = PlannedMatrix(bucket, offset, shape[-2], shape[-1], layout.shard_numel, math.prod(shape[:-2]))
-        yield own, MatrixJob(entry.name, number, update.group, shape, strides, count, matrix, placement)
+        yield own, MatrixJob(entry.name, number, update.group, shape, strides, shapes, placement)
         return
-    rows, columns = matrix
+    rows, columns = shapes[0]
     if strides[-2:] != (columns, 1) or (len(shape) == 3 and strides[0] != rows * columns):
-        whole = PlannedMatrix(bucket, offset, rows, columns, layout.shard_numel, count)
-        yield whole, MatrixJob(entry.name, number, update.group, shape, strides, count, matrix)
+        work = sum(cost_of(*each) for each in shapes)
+        whole = PlannedMatrix(bucket, offset, math.prod(shape[:-1]), columns, layout.shard_numel, work=work)
+        yield whole, MatrixJob(entry.name, number, update.group, shape, strides, shapes)
         return
-    for index in range(count):
-        each = PlannedMatrix(bucket, offset + index * rows * columns, rows, columns, layout.shard_numel)
-        yield each, MatrixJob(entry.name, number, update.group, matrix, (columns, 1), 1, matrix)
+    for rows, columns in shapes:
+        each = PlannedMatrix(bucket, offset, rows, columns, layout.shard_numel)
+        yield each, MatrixJob(entry.name, number, update.group, (rows, columns), (columns, 1), [(rows, columns)])
+        offset += rows * columns

@@ -10,7 +10,7 @@ The update of a shard lies in a buffer of its own, 1D [shard_numel] bf16, at the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,13 +19,16 @@ import torch
 from ..kernels.formats import BF16
 from ..kernels.launch import backend_of
 from ..kernels.spec import Spec
-from ..rules.matrix import MatrixVariant, matrices_of
+from ..kernels.tables import BLOCK
+from ..rules.matrix import MatrixScalars, MatrixVariant, check_runs, matrices_of, scalars_of_matrices
 from ..rules.passes import passes_of
 
 if TYPE_CHECKING:
+    from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..kernels.formats import Format
     from ..rules import Variant
+    from .launches import Launch
 
 
 class Apply(NamedTuple):
@@ -36,11 +39,60 @@ class Apply(NamedTuple):
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
 
 
-def shape_for(variant: Variant, group: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[int, int]] | None:
-    """Returns a function from the shape of a param to that of its matrices; None for a rule of no matrices."""
+def shapes_for(
+    variant: Variant, group: Mapping[str, Any]
+) -> Callable[[Sequence[int]], tuple[tuple[int, int], ...]] | None:
+    """Returns a function from the shape of a param to those of its matrices; None for a rule of no matrices."""
     if not isinstance(variant, MatrixVariant):
         return None
-    return lambda shape: matrices_of(shape, group.get("matrices"))[1]
+    # An empty stack has no matrix, but scalars as if it had one.
+    return lambda shape: tuple(matrices_of(shape, group.get("matrices"))) or ((shape[-2], shape[-1]),)
+
+
+def runs_of(
+    variant: Variant,
+    entry: ParamRecord,
+    shapes: Sequence[tuple[int, int]],
+    values_of: Callable[[tuple[int, int]], tuple[float, ...]],
+) -> tuple[MatrixScalars, ...]:
+    """Returns the scalars of the matrices of one param; none where all matrices share them.
+
+    Raises:
+        ShardoptError: no kernel can tell the elements of the matrices apart.
+    """
+    if len(set(shapes)) == 1:
+        return ()
+    assert isinstance(variant, MatrixVariant)
+    runs = scalars_of_matrices(shapes, values_of)
+    is_whole = tuple(entry.param.shape) == tuple(entry.shape)  # no slice of a DTensor
+    lie_in_rows = is_whole and entry.shard.strides(entry.index)[-2:] == (shapes[0][1], 1)
+    check_runs(runs, BLOCK, lie_in_rows, len(variant.accumulate.scalars))
+    return tuple(runs) if len(runs) > 1 else ()
+
+
+def applied_by_run(launch: Launch, apply: Apply) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
+    """Yields the launches of the second pass: the blocks that each updates, and its scalars.
+
+    There are several where matrices of one param take other scalars: the first updates the first run of each such
+    param and all other params, the next one the second run, and so on.
+    """
+    if not launch.runs:
+        yield None, apply.scalars
+        return
+    shard = launch.shard
+    skipped = len(next(iter(launch.runs.values()))[0].values) - apply.scalars.shape[1]
+    for number in range(max(map(len, launch.runs.values()))):
+        scalars, blocks = apply.scalars.clone(), torch.full((shard.numel // BLOCK,), number == 0)
+        for row, runs in launch.runs.items():
+            piece = shard.pieces[row]
+            blocks[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = False
+            first, stop = (runs[number].first, runs[number].stop) if number < len(runs) else (0, 0)
+            first, stop = max(first, piece.start), min(stop, piece.start + piece.numel)
+            if first < stop:
+                moved = piece.shard_start - piece.start
+                blocks[(first + moved) // BLOCK : -(-(stop + moved) // BLOCK)] = True
+                scalars[row] = torch.tensor(runs[number].values[skipped:])
+        yield blocks, scalars
 
 
 def accumulate_spec(shard: Shard, variant: MatrixVariant, grad: Format) -> Spec:

@@ -76,11 +76,15 @@ class ChunkUpdate(NamedTuple):
     def tables(self, fetched: Fetched) -> list[Gradients]:
         """Makes the table of gradients of each launch, for the elements of this chunk alone."""
         start, stop, copies = self.chunk.start, self.chunk.stop, iter(fetched.gradients)
-        return [
+        found = [
             launch.gradients.part(start, stop, launch.spec.grad.itemsize)
             if runs is None
             else _table(launch.shard, self.chunk, [(run, next(copies)) for run in runs])
             for launch, runs in zip(self.launches, self.runs, strict=True)
+        ]
+        return [
+            table if launch.blocks is None else table.only(blocks_of(launch.blocks, start, stop))
+            for launch, table in zip(self.launches, found, strict=True)
         ]
 
 

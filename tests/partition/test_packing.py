@@ -96,7 +96,7 @@ def test_a_gpt_of_12_layers(width: int, num_shards: int) -> None:
     """At buckets of 32 MiB nothing travels, costs are even, and nothing is padded; but for one case of nine."""
     shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * 12
     shapes.reverse()
-    params = [Packable(rows * columns, 1, cost_of(rows, columns), 4) for rows, columns in shapes]
+    params = [Packable(rows * columns, (rows * columns,), cost_of(rows, columns), 4) for rows, columns in shapes]
     splits = split(params, num_shards, 32 * MIB)
     wanted = [
         PlannedMatrix(bucket, offset, *shapes[index], layout.shard_numel)
