@@ -35,9 +35,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("partition",),
     ("tensors", "kernels", "rules", "offload"),
     ("config",),
-    ("option",),
+    ("option", "compilers"),
     ("arguments",),
-    ("errors", "version", "huge_pages", "machine", "profiler"),
+    ("errors", "version", "beginning", "huge_pages", "machine", "profiler"),
 )
 # The public names, which Python loads first: what they import is the roof's to choose.
 FACE = "__init__"

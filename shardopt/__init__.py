@@ -7,6 +7,7 @@ Triton, Numba and what checkpoints need load on first use: importing this needs 
 
 from typing import TYPE_CHECKING, Any
 
+from . import beginning as beginning  # first: it keeps what sys.path is now
 from .config import Offload, Tuning
 from .errors import (
     BindingError,

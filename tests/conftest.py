@@ -19,6 +19,9 @@ _ROOT = Path(__file__).parents[1]
 # Processes that tests start, the fork server first of all, find ``shardopt`` and ``tests`` in this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+# A run needs some hundred native kernels, each in most of its processes: they are compiled once, for the next run too.
+os.environ["SHARDOPT_KERNEL_CACHE"] = str(_ROOT / ".test_cache" / "kernels")
+
 _COSTS = _ROOT / "tests" / "results" / "processor_time.json"  # seconds of processor of each file, as measured
 
 # Neither how fast an example runs nor how fast it is drawn may fail a test.

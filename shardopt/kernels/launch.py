@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..compilers.versions import require
 from .reductions import new_totals
-from .versions import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,10 +64,9 @@ class Backend(Protocol):
 
 @cache
 def backend_of(device: torch.device) -> Backend:
-    """Returns the backend for tensors on ``device``, and loads its compiler at first use."""
+    """Returns the backend for tensors on ``device``, and loads Triton at first use."""
     if device.type == "cpu":
-        require("numba", "cpu tensors")
-        from . import native_backend
+        from . import native_backend  # which needs Numba only for a kernel that is not in the cache
 
         return native_backend
     require("triton", f"{device.type} tensors")

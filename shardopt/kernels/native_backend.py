@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from .formats import format_of
-from .native_margins import compile_margin_sums
-from .native_reductions import compile_add_blocks, compile_block_sums, compile_count_nonfinite
 from .native_step import SUMS, compile_step
+from .native_sums import compile_add_blocks, compile_block_sums, compile_count_nonfinite, compile_margin_sums
 from .pool import run_each, run_over_blocks
 from .reductions import BlockSums
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from numba import njit, types
 
+from ..compilers.native import COMPILE_OPTIONS
 from .formats import BELOW_TOP, GOLDEN, INFINITY_BITS, LARGEST_FP32, NAN_BITS, SCALE_DROPPED_BITS, SMALLEST_SCALE
 from .native_words import (
-    COMPILE_OPTIONS,
     abs,
     add,
     both,

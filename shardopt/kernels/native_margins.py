@@ -6,13 +6,12 @@ its band, which are added to the inner sums when the next band begins.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from numba import njit, types
+from numba import types
 
-from .native_words import COMPILE_OPTIONS, FORMATS, TABLE, folded, load_f64, load_i64, scratch_i32, store_f64
+from .native_words import FORMATS, TABLE, folded, load_f64, load_i64, scratch_i32, store_f64
 from .products import BAND, DIMS, FIRST, INNER, INNER_STEP, OUTER, OUTER_STEP, RUN, RUNS, SLOWER, SPAN
 
 if TYPE_CHECKING:
@@ -22,9 +21,8 @@ _SPAN_WORDS = 2 * SPAN  # of 32 bits
 _SHORT = SPAN // 4  # elements of a span that are folded where all others would be zeros
 
 
-@functools.cache
-def compile_margin_sums(grad: Format) -> Callable[..., None]:
-    """Compiles ``(count, grad_at, place, band_at, unscale, clip)``; ``place`` is the address of one row of the table.
+def margin_sums(grad: Format) -> Callable[..., Any]:
+    """Returns ``(count, grad_at, place, band_at, unscale, clip)``; ``place`` is the address of one row of the table.
 
     ``band_at`` is that of as many zeros as there are inner sums: what it holds in the end has yet to be added to these.
     """
@@ -92,5 +90,4 @@ def compile_margin_sums(grad: Format) -> Callable[..., None]:
             store_f64(outer_at, outer, total, 1)
             at += length
 
-    signature = types.void(*[types.int64] * 4, *[types.float32] * 2)
-    return njit(signature, **COMPILE_OPTIONS)(margin_sums)  # type: ignore[no-any-return]
+    return margin_sums

@@ -1,16 +1,14 @@
-"""Block sums in native code; ``reductions.py`` defines them."""
+"""Block sums, as Numba compiles them; ``reductions.py`` defines them, ``native_sums.py`` has them compiled."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numba
 from numba import njit, types
 
+from ..compilers.native import COMPILE_OPTIONS
 from .native_words import (
-    COMPILE_OPTIONS,
     FORMATS,
     TABLE,
     both,
@@ -33,9 +31,8 @@ if TYPE_CHECKING:
     from .formats import Format
 
 
-@functools.cache
-def compile_block_sums(grad: Format) -> Callable[..., None]:
-    """Compiles ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``.
+def block_sums(grad: Format) -> Callable[..., Any]:
+    """Returns ``(first, last, row_of_block, rows, divisor, unscale, mantissa, exponent, largest, nonfinite)``.
 
     Two things keep its loops in full vectors: ``both`` and ``larger``, where Numba's own operators widen int32 to
     int64; and loops of their own for Inf, NaN, and blocks of such small numbers that they take two factors.
@@ -83,13 +80,11 @@ def compile_block_sums(grad: Format) -> Callable[..., None]:
             store_i32(largest, block, top, 3)
             store_i32(nonfinite, block, bad, 4)
 
-    signature = types.void(*[types.int64] * 4, *[types.float32] * 2, *[types.int64] * 4)
-    return njit(signature, **COMPILE_OPTIONS)(block_sums)  # type: ignore[no-any-return]
+    return block_sums
 
 
-@functools.cache
-def compile_add_blocks() -> Callable[..., None]:
-    """Compiles ``(num_blocks, row_of_block, mantissa, exponent, largest, nonfinite, totals)``; it adds to totals."""
+def add_blocks() -> Callable[..., Any]:
+    """Returns ``(num_blocks, row_of_block, mantissa, exponent, largest, nonfinite, totals)``; it adds to totals."""
     low_mask = (1 << LIMB_BITS) - 1
     i64 = types.int64
 
@@ -109,13 +104,11 @@ def compile_add_blocks() -> Callable[..., None]:
             bad = load_i64(totals, row_at + NONFINITE, 5) + i64(load_i32(nonfinite, block, 4))
             store_i64(totals, row_at + NONFINITE, bad, 5)
 
-    signature = types.void(*[types.int64] * 7)
-    return njit(signature, **COMPILE_OPTIONS)(add_blocks)  # type: ignore[no-any-return]
+    return add_blocks
 
 
-@functools.cache
-def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
-    """Compiles ``(first, last, row_of_block, rows, counts)``.
+def count_nonfinite(grad: Format) -> Callable[..., Any]:
+    """Returns ``(first, last, row_of_block, rows, counts)``.
 
     The blocks of one row are read in one loop, whose start and end cost as much as half a block, and at four places by
     turns: a core fetches four streams ahead, and waits less for each. Their count is stored at the first of the blocks;
@@ -146,5 +139,4 @@ def compile_count_nonfinite(grad: Format) -> Callable[..., None]:
             store_i32(counts, block, bad, 1)
             block = following
 
-    signature = types.void(*[types.int64] * 5)
-    return numba.njit(signature, **COMPILE_OPTIONS)(count_nonfinite)  # type: ignore[no-any-return]
+    return count_nonfinite

@@ -59,11 +59,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import threading
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..compilers.native import native_kernel
 from .native_products import OF_BLOCK, loop_over_runs
 from .native_streams import State, param_lines, pointers_of, state_of
 from .tables import BLOCK
@@ -77,9 +76,6 @@ SUMS = ("mantissa", "exponent", "largest", "nonfinite")
 _NOISE = ("key", "other_key", "first_element", "phase")
 _MEASURED = 30  # the stream of measured values on the stack; states have streams up to 28
 
-_compiling = threading.Lock()
-compilations = 0  # for the test that a changed hyper-parameter compiles nothing
-
 
 @functools.cache
 def compile_step(spec: Spec, number: int) -> Callable[..., None]:
@@ -88,24 +84,17 @@ def compile_step(spec: Spec, number: int) -> Callable[..., None]:
     Its arguments are ``first, last``, the addresses of the tables, unscale and clip, the addresses of the streams, of
     the table of products if there is one, and of the block sums of each measured value.
     """
-    import numba
-
-    from . import native_formats, native_words
-
-    i64, f32 = numba.types.int64, numba.types.float32
-    names = {**_words(native_words, native_formats), "i64": i64}
-    function = function_from_source(step_source(spec, number), "native", names)
+    text = step_source(spec, number)
     pointers = len(pointers_of(spec)) + spec.has_product + len(SUMS) * len(spec.passes[number].measured)
-    signature = numba.types.void(*[i64] * 6, f32, f32, *[i64] * pointers)
-    with _compiling:
-        global compilations
-        compilations += 1
-        return numba.njit(signature, **native_words.COMPILE_OPTIONS)(function)  # type: ignore[no-any-return]
+    return native_kernel(text, "qqqqqqff" + "q" * pointers, lambda: function_from_source(text, "native", _words()))
 
 
-def _words(words: ModuleType, formats: ModuleType) -> dict[str, Any]:
+def _words() -> dict[str, Any]:
     """Returns all that the text may call; a name that it does not use costs nothing."""
-    names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min}
+    from . import native_formats as formats
+    from . import native_words as words
+
+    names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min, "i64": words.types.int64}
     for name, (load, widen, store, narrow) in words.FORMATS.items():
         names |= {f"load_{name}": load, f"widen_{name}": widen, f"store_{name}": store, f"narrow_{name}": narrow}
     return names

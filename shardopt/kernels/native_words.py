@@ -13,6 +13,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..compilers.native import COMPILE_OPTIONS
+
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _INT, _LONG = ir.IntType(32), ir.IntType(64)
 _LLVM_TYPES = {
@@ -230,10 +232,6 @@ def folded(typing_context: Any, address: Any, count: Any, stream: Any) -> Any:
 
 # Words are intrinsics or types wherever they can be: Numba takes 50 ms or more to compile a function.
 f32 = types.float32
-
-# IEEE arithmetic as written. No fastmath: LLVM must neither reorder nor contract into FMA. NumPy's error model: that of
-# Python would test every divisor for zero.
-COMPILE_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 
 
 @njit(**COMPILE_OPTIONS)

@@ -27,6 +27,7 @@ import shardopt.activations.partition
 import shardopt.checkpoint.load
 import shardopt.checkpoint.prepare
 import shardopt.checkpoint.save
+import shardopt.compilers.native
 import shardopt.domain.peers
 import shardopt.domain.serve
 import shardopt.engine  # and all below it: a module that loads while a test has patched another keeps what it saw
@@ -35,7 +36,7 @@ import shardopt.kernels.native_formats
 import shardopt.kernels.native_reductions
 import shardopt.kernels.native_words
 import shardopt.optim.shadow
-from tests.support import interpreter, kernel_cache
+from tests.support import interpreter
 
 if hasattr(os, "SCHED_BATCH"):
     # Ranks outnumber cores. One that a message wakes would take the core from the rank that sends it, while that one
@@ -48,7 +49,6 @@ if hasattr(os, "SCHED_BATCH"):
 shardopt.domain.serve.HANDSHAKE = shardopt.domain.peers.HANDSHAKE = 600.0
 for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
     torch.use_deterministic_algorithms(is_deterministic)
-kernel_cache.install()
 interpreter.install()
 gc.collect()
 # A full collection walks a million objects of these libraries, a third of a second each time that a test asks for one.

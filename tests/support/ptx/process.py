@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import kernel_cache
 from tests.support.paths import ROOT
 
 # What was compiled is kept beside the native kernels, by Triton's hash of the source, the options and its own version.
@@ -20,7 +19,7 @@ class Compiling:
     """Runs functions of a module's own there, one after the other; what they raise is raised here."""
 
     def __init__(self) -> None:
-        self._pool = ProcessPoolExecutor(1, get_context("spawn"), kernel_cache.install)
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"))
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with _environment(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(CACHE)):  # a process begins with the first call

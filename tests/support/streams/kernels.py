@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardopt.kernels import native_backend, triton_margins, triton_reductions, triton_step
 from shardopt.kernels.formats import Format, format_of
-from shardopt.kernels.native_reductions import compile_count_nonfinite
 from shardopt.kernels.native_step import SUMS, compile_step
+from shardopt.kernels.native_sums import compile_count_nonfinite
 from shardopt.kernels.products import INNER, OUTER, MarginPiece
 from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients

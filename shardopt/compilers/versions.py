@@ -2,7 +2,10 @@
 
 import importlib
 import re
+from contextlib import suppress
+from importlib import metadata
 
+from ..beginning import as_at_the_beginning
 from ..errors import UnsupportedVersionError
 
 # Library -> oldest and newest version that the tests were run with.
@@ -18,18 +21,27 @@ def require(library: str, purpose: str) -> None:
     oldest, newest = TESTED[library]
     span = f"{_dotted(oldest)} to {_dotted(newest)}"
     try:
-        found = importlib.import_module(library).__version__
+        with as_at_the_beginning():
+            found = importlib.import_module(library).__version__
     except Exception as error:  # a broken installation raises anything
+        call = f"pip install '{library}>={_dotted(oldest)}' (tested: {span})"
+        if _is_installed(library):
+            call = f"run python -c 'import {library}'; if that fails too, {call}"
         raise UnsupportedVersionError(
-            f"install a tested version ({span}), pip install '{library}>={_dotted(oldest)}': {library} cannot be "
-            f"imported ({type(error).__name__}: {error}), and it compiles the update for {purpose}, so no step can be "
-            "taken."
+            f"{call}: {library} cannot be imported ({type(error).__name__}: {error}), and it compiles the update for "
+            f"{purpose}, so no step can be taken."
         ) from error
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
         raise UnsupportedVersionError(
             f"upgrade {library}, pip install '{library}>={_dotted(oldest)}': {library} {found} is older than the "
             f"tested versions ({span}), so the update for {purpose} might not compile, or compile to other numbers."
         )
+
+
+def _is_installed(library: str) -> bool:
+    with suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(library))
+    return False
 
 
 def _dotted(version: tuple[int, ...]) -> str:

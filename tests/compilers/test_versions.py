@@ -1,8 +1,11 @@
-"""Libraries that are absent or broken, and code that must never be in the package."""
+"""Compilers that are absent or broken, what scripts change before they load, kernels that need none; code that must
+never be in the package.
+"""
 
 import ast
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from shardopt.compilers import cache, versions
 from shardopt.errors import UnsupportedVersionError
-from shardopt.kernels import versions
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "shardopt"
@@ -55,13 +58,72 @@ try:
 except shardopt.errors.UnsupportedVersionError as error:
     print(error)
 """
+# What public training scripts do, and worse, before the first step.
+AFTER_CHANGES = """
+import builtins, os, tempfile, threading, warnings
+import torch, shardopt
+
+os.environ["{variable}"] = {folder!r} + "/kernels"
+torch.use_deterministic_algorithms(True)
+param = torch.nn.Parameter(torch.ones(300))
+opt = shardopt.ShardedAdamW([param], lr=0.1)  # torch imports its compiler here and above, less robustly
+param.grad = torch.ones(300)
+folder = tempfile.mkdtemp(dir={folder!r})
+for name in ("numba", "llvmlite", "numpy"):
+    with open(os.path.join(folder, name + ".py"), "w") as file:
+        file.write("raise RuntimeError('not this one')")
+sys.path[:] = [folder]
+for name in ("abs", "len", "max", "min", "open", "print", "range", "sorted", "sum", "zip"):
+    def other(*arguments, real=getattr(builtins, name), **named):
+        return real(*arguments, **named)
+    other.__name__ = name
+    setattr(builtins, name, other)
+replaced = dict(vars(builtins))
+os.chdir(tempfile.mkdtemp(dir={folder!r}))
+os.rmdir(os.getcwd())
+sys.excepthook = lambda *_: os._exit(3)
+warnings.simplefilter("error")
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+
+def step():
+    with torch.device("meta"):
+        opt.step()
+
+thread = threading.Thread(target=step)
+thread.start()
+thread.join()
+assert {{name: vars(builtins)[name] for name in replaced}} == replaced and sys.path == [folder]
+assert bool((param < 0.95).all()) and "numba" in sys.modules
+"""
+SECOND_PROCESS = """
+import os, sys, torch, shardopt
+os.environ["{variable}"] = {folder!r} + "/kernels"
+param = torch.nn.Parameter(torch.ones(300))
+opt = shardopt.ShardedAdamW([param], lr=0.1)
+param.grad = torch.ones(300)
+opt.step()
+assert bool((param < 0.95).all()) and "numba" not in sys.modules
+"""
+SWITCHED_OFF = """
+import os
+os.environ["NUMBA_DISABLE_JIT"] = "1"
+"""
 # How it fails changes the message alone, which needs no optimizer.
+KERNEL_IS_REFUSED = """
+from shardopt.compilers.native import native_kernel
+from shardopt.errors import UnsupportedVersionError
+try:
+    native_kernel("", "", lambda: None)
+except UnsupportedVersionError as error:
+    print(error)
+"""
 BACKEND_IS_REFUSED = """
 import torch
 from shardopt.errors import UnsupportedVersionError
 from shardopt.kernels.launch import backend_of
 try:
-    backend_of(torch.device({device!r}))
+    backend_of(torch.device("cuda"))
 except UnsupportedVersionError as error:
     print(error)
 """
@@ -80,9 +142,12 @@ def without(library: str, error: str, program: str) -> str:
 PROGRAMS = {
     "loads": WHAT_IS_LOADED,
     "no numba, absent": without("numba", ABSENT, STEP_IS_REFUSED),
-    "no numba, broken": without("numba", BROKEN["numba"], BACKEND_IS_REFUSED.format(device="cpu")),
+    "no numba, broken": without("numba", BROKEN["numba"], KERNEL_IS_REFUSED),
+    "numba, switched off": SWITCHED_OFF + KERNEL_IS_REFUSED,
+    "after changes": "import sys\n" + AFTER_CHANGES,
+    "second process": SECOND_PROCESS,
     "no triton, absent": without("triton", ABSENT, CPU_TRAINS),
-    "no triton, broken": without("triton", BROKEN["triton"], BACKEND_IS_REFUSED.format(device="cuda")),
+    "no triton, broken": without("triton", BROKEN["triton"], BACKEND_IS_REFUSED),
 }
 
 # Each program runs in a child of an interpreter that has imported torch, and neither of the two compilers.
@@ -116,8 +181,13 @@ for name, program in programs.items():
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By program, what it prints."""
     folder = tmp_path_factory.mktemp("programs")
-    command = [sys.executable, "-W", "error", "-c", RUN_EACH, str(folder), json.dumps(PROGRAMS)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300)
+    own = {"variable": cache.VARIABLE, "folder": str(tmp_path_factory.mktemp("kernels"))}
+    programs = dict(PROGRAMS)
+    for name in ("after changes", "second process"):
+        programs[name] = programs[name].format(**own)
+    command = [sys.executable, "-W", "error", "-c", RUN_EACH, str(folder), json.dumps(programs)]
+    environment = {**os.environ, cache.VARIABLE: "0"}  # a kernel that is found there needs no Numba
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300)
     assert done.returncode == 0, done.stderr
     return {name: (folder / name).read_text().strip() for name in PROGRAMS}
 
@@ -128,6 +198,20 @@ def test_no_numba(how: str, printed: dict[str, str]) -> None:
     assert "numba cannot be imported" in message and "no step can be taken" in message
     assert "pip install" in message
     assert (ABSENT if how == "absent" else BROKEN["numba"]).partition("(")[0] in message
+
+
+def test_after_a_script_has_changed_what_compilers_need(printed: dict[str, str]) -> None:
+    """All at once: the import, the compilation and the step work, and the script finds its changes again."""
+    assert printed["after changes"] == ""
+
+
+def test_a_second_process_needs_no_numba(printed: dict[str, str]) -> None:
+    """It finds the kernels that the one before kept."""
+    assert printed["second process"] == ""
+
+
+def test_numba_is_switched_off(printed: dict[str, str]) -> None:
+    assert printed["numba, switched off"].startswith("unset NUMBA_DISABLE_JIT")
 
 
 @pytest.mark.parametrize("how", ["absent", "broken"])
@@ -203,7 +287,7 @@ def test_no_code_from_data() -> None:
     found = [offence for offence in found if offence not in restricted]
     # The compilers are loaded by name, and the names are these two.
     assert [offence.partition(":")[0] + offence.rpartition(":")[2] for offence in found] == [
-        "kernels/versions.py importlib.import_module"
+        "compilers/versions.py importlib.import_module"
     ]
     assert set(versions.TESTED) == {"numba", "triton"}
 
