@@ -16,6 +16,7 @@ from importlib.machinery import BuiltinImporter, ModuleSpec
 
 # An empty entry is the current directory, which may be another one by then.
 _PATH = tuple(each for each in sys.path if each)
+_BUILTINS = ModuleSpec("builtins", BuiltinImporter)  # type: ignore[arg-type]  # typeshed: of an instance
 _lock = threading.RLock()  # two threads that began at once would put each other's changes back in the wrong order
 
 
@@ -32,7 +33,7 @@ def as_at_the_beginning() -> Iterator[None]:
         sys.path[:] = [*_PATH, *(each for each in sys.path if each not in _PATH)]
         then.callback(vars(builtins).update, dict(vars(builtins)))
         # Python keeps a copy of what builtins held before any script ran, and this puts it back in place.
-        BuiltinImporter.create_module(ModuleSpec("builtins", BuiltinImporter))
+        BuiltinImporter.create_module(_BUILTINS)
         then.enter_context(_some_directory())
         yield
 

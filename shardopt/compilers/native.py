@@ -30,7 +30,7 @@ COMPILE_OPTIONS = {
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
 }
-_KINDS = {"q": ctypes.c_int64, "f": ctypes.c_float}
+_KINDS: dict[str, Any] = {"q": ctypes.c_int64, "f": ctypes.c_float}
 _lock = threading.Lock()
 
 

@@ -91,10 +91,12 @@ def compile_step(spec: Spec, number: int) -> Callable[..., None]:
 
 def _words() -> dict[str, Any]:
     """Returns all that the text may call; a name that it does not use costs nothing."""
+    from numba import types
+
     from . import native_formats as formats
     from . import native_words as words
 
-    names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min, "i64": words.types.int64}
+    names = {**vars(formats), **vars(words), **words.RULE_WORDS, "min": min, "i64": types.int64}
     for name, (load, widen, store, narrow) in words.FORMATS.items():
         names |= {f"load_{name}": load, f"widen_{name}": widen, f"store_{name}": store, f"narrow_{name}": narrow}
     return names

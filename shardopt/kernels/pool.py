@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import numpy as np
@@ -85,15 +85,38 @@ def _run_in_turn(run: Callable[[int], None], count: int, num_threads: int) -> No
         while (number := next(numbers)) < count and not interrupted.is_set():
             run(number)
 
-    pool = _pool(num_threads)
-    tasks = [pool.submit(work) for _ in range(min(num_threads, count))]
+    tasks: list[Future[None]] = []
     try:
+        _start(tasks, work, min(num_threads, count), _pool(num_threads))
         wait(tasks)
     finally:  # after Ctrl-C too: kernels hold addresses that the caller may free
         interrupted.set()
         wait(tasks)
     for task in tasks:
         task.result()
+
+
+def _start(tasks: list[Future[None]], work: Callable[[], None], count: int, pool: ThreadPoolExecutor) -> None:
+    """Adds ``count`` tasks that do this work; or does it, where Python lets no thread begin any more."""
+    try:
+        for _ in range(count):
+            tasks.append(pool.submit(work))
+    except RuntimeError:
+        # Python's thread pools refuse work once the main thread has ended, which a thread of the script's own may
+        # outlive, and in atexit. Test: test_steps_after_the_main_thread in tests/kernels/test_kernels.py.
+        with _keeping_subnormals():
+            work()
+
+
+@contextmanager
+def _keeping_subnormals() -> Iterator[None]:
+    """A context in which this thread does arithmetic as the pool's do."""
+    flushes = not _SUBNORMAL * np.float32(1) > 0
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushes)
 
 
 def _pool(num_threads: int) -> ThreadPoolExecutor:

@@ -7,7 +7,10 @@ test_any_shard and test_programs_of_any_size have as many as a GPU would.
 import dataclasses
 import gc
 import mmap
+import os
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -319,6 +322,33 @@ def test_threads_and_flush_mode_change_no_bit(threads: None, monkeypatch: pytest
             found = shard.launch(native_backend, torch.device("cpu"))
             torch.set_flush_denormal(False)
             shard.assert_same(found, expected, f"{count} threads, flush {flush}")
+
+
+def test_steps_after_the_main_thread(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python lets no thread begin any more: in a thread that outlives the script's last line, and in atexit."""
+    monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 2)
+    torch.set_num_threads(2)
+    ran: list[int] = []
+
+    def kernel(first: int, last: int) -> None:
+        assert np.float32(2.0**-149) * np.float32(1) > 0
+        ran.extend(range(first, last))
+
+    for had_threads in (False, True):
+        child = os.fork()  # which has none of this process's threads
+        if not child:
+            with suppress(BaseException):
+                if had_threads:
+                    pool.run_over_blocks(kernel, 100)
+                threading._shutdown()  # type: ignore[attr-defined]
+                torch.set_flush_denormal(True)
+                ran.clear()
+                pool.run_over_blocks(kernel, 100)
+                assert sorted(ran) == list(range(100))
+                assert np.float32(2.0**-149) * np.float32(1) == 0, "the caller's mode was not given back"
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_one_thread_is_the_callers(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:

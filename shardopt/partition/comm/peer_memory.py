@@ -6,6 +6,7 @@ messages. On 2 ranks, 134 MiB of params are gathered in 0.4 of the time of gloo'
 """
 
 import ctypes
+import errno
 import os
 import secrets
 import sys
@@ -50,7 +51,7 @@ class PeerMemory:
         """Fills ``into`` (contiguous) from the memory of process ``pid``.
 
         Raises:
-            CommunicationError: the process died or freed the memory.
+            CommunicationError: the process died, freed the memory, or may not be read any more.
         """
         done, nbytes = 0, into.numel() * into.element_size()
         while done < nbytes:
@@ -58,6 +59,11 @@ class PeerMemory:
             count = _read(pid, address + done, into.data_ptr() + done, length)
             if count <= 0:
                 reason = os.strerror(ctypes.get_errno())
+                if ctypes.get_errno() in (errno.EPERM, errno.EACCES):
+                    raise CommunicationError(
+                        f"change user ids and PR_SET_DUMPABLE before the first step, so that ranks use messages: process "
+                        f"{pid} lives, but its memory may not be read any more ({reason}, after {done} of {nbytes} bytes)."
+                    )
                 raise CommunicationError(
                     f"look at the other ranks' output: process {pid} died, or freed its memory while others read it ("
                     f"{reason}, after {done} of {nbytes} bytes). If it ended without an error, it had fewer batches: "
