@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -26,7 +27,7 @@ def _can_trace_anyone() -> bool:
     return os.geteuid() == 0
 
 
-def _as_nobody(act) -> None:  # type: ignore[no-untyped-def]
+def _as_nobody(act: Callable[[], None]) -> None:
     child = os.fork()
     if not child:
         with suppress(BaseException):
@@ -59,7 +60,9 @@ def _read_before_and_after() -> None:
         assert torch.equal(into, values)
         os.write(to_peer, b"x")
         os.read(from_peer, 1)
-        with pytest.raises(CommunicationError, match=f"PR_SET_DUMPABLE before the first step.*process {peer} lives"):
+        with pytest.raises(
+            CommunicationError, match=f"PR_SET_DUMPABLE and user ids before the first step.*process {peer} lives"
+        ):
             mine.read(peer, values.data_ptr(), into)
     finally:
         os.write(to_peer, b"x")

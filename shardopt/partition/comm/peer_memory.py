@@ -61,8 +61,9 @@ class PeerMemory:
                 reason = os.strerror(ctypes.get_errno())
                 if ctypes.get_errno() in (errno.EPERM, errno.EACCES):
                     raise CommunicationError(
-                        f"change user ids and PR_SET_DUMPABLE before the first step, so that ranks use messages: process "
-                        f"{pid} lives, but its memory may not be read any more ({reason}, after {done} of {nbytes} bytes)."
+                        "set PR_SET_DUMPABLE and user ids before the first step, so that ranks use messages: process "
+                        f"{pid} lives, but its memory may not be read any more ({reason}, after {done} of {nbytes} "
+                        "bytes)."
                     )
                 raise CommunicationError(
                     f"look at the other ranks' output: process {pid} died, or freed its memory while others read it ("
