@@ -121,6 +121,14 @@ def high_halves(low: int) -> Tensor:
     return ((torch.arange(2**16, dtype=torch.int64) << 16) + low - 2**31).int()
 
 
+def few_high_halves(low: int) -> Tensor:
+    """Those of every sign and exponent, with the least and the largest mantissas and some in the middle.
+
+    Triton's interpreter runs program by program, milliseconds for each 256.
+    """
+    return high_halves(low).view(-1, 0x80)[:, [0, 1, 0x3F, 0x40, 0x7E, 0x7F]].flatten()
+
+
 def u16(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.cpu().view(torch.int16).numpy().view(np.uint16)
 
@@ -165,8 +173,9 @@ def check_masters(backend: Backend, patterns: Tensor, format: Format) -> None:
 @MASTERS
 def test_a_split_master_comes_back(backend: Backend, device: torch.device, format: Format) -> None:
     """And beside it the param is the master rounded to nearest."""
+    patterns = high_halves if backend is native_backend or device.type == "cuda" else few_high_halves
     for low in LOW_HALVES:
-        check_masters(backend, high_halves(low).to(device), format)
+        check_masters(backend, patterns(low).to(device), format)
 
 
 @KERNELS
@@ -613,17 +622,18 @@ def test_dithering_keeps_the_mean(backend: Backend, device: torch.device, format
 def test_the_largest_of_a_block_keeps_the_top_code(backend: Backend, device: torch.device) -> None:
     """Whatever the dither, so that what is decoded has the scale that it came from, and encodes to itself."""
     generator = torch.Generator().manual_seed(0)
-    largest = torch.rand(512, 1, generator=generator) + 1
-    largest *= 2.0 ** torch.randint(-120, 120, (512, 1), generator=generator)
-    values = torch.rand(512, BLOCK, generator=generator) * largest
+    blocks = 512 if backend is native_backend or device.type == "cuda" else 32  # see few_high_halves
+    largest = torch.rand(blocks, 1, generator=generator) + 1
+    largest *= 2.0 ** torch.randint(-120, 120, (blocks, 1), generator=generator)
+    values = torch.rand(blocks, BLOCK, generator=generator) * largest
     values[:, ::2] = largest
     spec = Spec(passes_of(put.variant({})), FP32, FP32, states=(UNSIGNED8,))
-    kept, scales = torch.zeros(values.numel(), dtype=torch.uint8, device=device), torch.zeros(512, device=device)
+    kept, scales = torch.zeros(values.numel(), dtype=torch.uint8, device=device), torch.zeros(blocks, device=device)
     streams = Streams(torch.zeros(values.numel(), device=device), None, (kept,), (scales,))
     for step in range(1, 4):
         phase = (step * ROOT2 + 2**31) % 2**32 - 2**31
         launch(backend, spec, streams, values.flatten().to(device), (0, 0, 0, phase))
-        assert bool((kept.view(512, BLOCK)[:, ::2] == UNSIGNED8.top).all())
+        assert bool((kept.view(blocks, BLOCK)[:, ::2] == UNSIGNED8.top).all())
         again = codecs.encode(codecs.decode(kept.cpu(), scales.cpu(), UNSIGNED8), UNSIGNED8)
         assert again[1] is not None
         assert torch.equal(again[0], kept.cpu()) and torch.equal(again[1], scales.cpu())

@@ -75,8 +75,12 @@ def high_halves(low: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("to", [BF16, FP16], ids=lambda each: each.name)
 def test_every_high_half(backend: Backend, device: torch.device, at_ties: bool, to: Format) -> None:
+    """At ties: of every sign and exponent, with a few mantissas; the interpreter takes milliseconds for each 256."""
     for low in TIES[to] if at_ties else LOW_HALVES:
-        check(backend, high_halves(low).to(device), to)
+        highs = high_halves(low)
+        if at_ties and device.type == "cpu":
+            highs = highs.view(-1, 0x80)[:, [0, 1, 0x3F, 0x40, 0x7E, 0x7F]].flatten()
+        check(backend, highs.to(device), to)
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS, ids=("native", "triton"))
