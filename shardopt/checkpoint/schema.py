@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .records import Manifest, OptimizerInfo, TensorInfo, TensorKey
 
 _MOST_LEVELS = 2 * MOST_LEVELS  # a tuple is a list in a dict
-_MOST_DIMENSIONS = 64  # of a tensor of torch's
 
 
 def check_schema(manifest: Manifest) -> None:
@@ -59,7 +58,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _check_tensor(manifest: Manifest, key: TensorKey, tensor: TensorInfo) -> None:
     """Checks a tensor of any section."""
     where, shape, strides = f"tensors.{key.section}.{key.name}.{key.kind}", tensor.shape, tensor.strides
-    _demand(len(shape) == len(strides) <= _MOST_DIMENSIONS, f"{where}.strides", strides, "one for each dimension")
+    _demand(len(shape) == len(strides), f"{where}.strides", strides, "one for each dimension")
     # torch multiplies the other sizes of an empty tensor too.
     extent = math.prod(size for size in shape if size)
     _demand(extent * tensor.dtype.itemsize < 1 << 62, f"{where}.shape", shape, "a shape that memory can hold")
@@ -221,26 +220,24 @@ def _items(manifest: Manifest, value: Mapping[str, Json], where: str) -> list[Js
             raise refusal(where, content, "an object")
         return list(content.values())
     if key in ("$items", "$counter"):
-        items = _items_of(content)
-        if items is None:
+        if not _are_items(content):
             raise refusal(where, value, "a list of keys, strings or integers, with their values")
-        return items
+        return [item for _, item in content]
     return [content]
 
 
 def _is_float(content: Json) -> bool:
     try:
-        return isinstance(content, str) and bool(float(content) or True)
-    except (ValueError, OverflowError):
+        float(content if isinstance(content, str) else "")
+    except ValueError:
         return False
+    return True
 
 
-def _items_of(content: Json) -> list[Json] | None:
-    """Returns the values of ``[[key, value], ...]``; None if it is not such a list."""
-    pairs = [each for each in content if isinstance(each, list) and len(each) == 2] if isinstance(content, list) else []
-    if not isinstance(content, list) or len(pairs) != len(content):
-        return None
-    return [item for _, item in pairs] if all(isinstance(key, str | int) for key, _ in pairs) else None
+def _are_items(content: object) -> TypeGuard[Sequence[tuple[object, Json]]]:
+    return isinstance(content, list) and all(
+        isinstance(each, list) and len(each) == 2 and isinstance(each[0], str | int) for each in content
+    )
 
 
 def _demand(holds: bool, where: str, found: object, expected: str) -> None:

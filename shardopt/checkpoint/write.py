@@ -178,8 +178,8 @@ class RankWriter:
         """Rank 0: waits for the files of all ranks. Returns each rank's entries of the manifest."""
         wanted = [f"rank-{rank:05d}.json" for rank in range(self._size)]
         self._wait(lambda names: all(name in names for name in wanted), "writing its file")
-        left = (files.read_file(self.target.saving / name, _MOST_OF_A_PART) for name in wanted)
-        return [from_json(RankPart, json.loads(data), "of a rank") for data in left]
+        left = {name: files.read_file(self.target.saving / name, _MOST_OF_A_PART) for name in wanted}
+        return [from_json(RankPart, json.loads(data), name) for name, data in left.items()]
 
     def _wait(self, is_there: Callable[[dict[str, int]], bool], what: str) -> None:
         last, since, pause = None, time.monotonic(), _SHORTEST

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -64,6 +65,7 @@ def check_order(events: Sequence[str], calls: Sequence[str]) -> None:
         at = calls.index(event, at) + 1
 
 
+@cache
 def functions_in(path: Path) -> dict[str, ast.AST]:
     """The classes and functions of a file, by qualified name."""
 
