@@ -30,13 +30,13 @@ def traced(root: Path) -> dict[str, list[str]]:
     optimizer.step()
     with noted_calls() as saving:
         shardopt.save_checkpoint(root, model, optimizer, keep=1)
-    with noted_calls() as behind:
+    with noted_calls() as in_background:
         shardopt.save_checkpoint(root, model, optimizer, asynchronous=True).wait()
     model, optimizer = built()
     with noted_calls() as loading:
         shardopt.load_checkpoint(root, model, optimizer)
     optimizer.close()
-    return dict(zip(WAYS, (saving, behind, loading), strict=True))
+    return dict(zip(WAYS, (saving, in_background, loading), strict=True))
 
 
 @pytest.fixture(scope="module")
