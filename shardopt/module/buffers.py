@@ -77,6 +77,10 @@ class SharedBuffers:
 
     # -- how -------------------------------------------------------------------------------------------------------
 
+    def look_again(self) -> None:
+        """Params were bound: domains may have other buffers."""
+        self._tree = None
+
     def of(self, domain: Domain) -> Mapping[str, torch.Tensor]:
         """Returns the buffers by name that the ranks of a domain share; none on a rank alone."""
         if domain.mesh.world.size == 1:

@@ -242,6 +242,8 @@ class ModuleTakeover:
         """Puts hooks on params that were just bound."""
         assert self.backward is not None
         self._tree = ModuleTree(self.module)
+        for buffers in self._buffers.values():
+            buffers.look_again()
         self._experts.get(domain, self.backward).attach(entries)
         if self.forward is not None and self._domain is not None:
             self.forward.attach()
