@@ -348,7 +348,8 @@ class ModuleTakeover:
             return
         self.backward.is_in_forward = False
         if torch.is_grad_enabled():
-            self._buffers[called].forward_ended(not self.pauses)
+            if called.module.training:
+                self._buffers[called].forward_ended(not self.pauses)
             self._mark_graph(called, tensors_within(output), self._syncs(called))
 
     def _mark_graph(self, called: CalledModule, outputs: Iterable[torch.Tensor], syncs: bool) -> None:
@@ -398,13 +399,13 @@ class ModuleTakeover:
         """Collective before a forward in training."""
         buffers = self._buffers[called]
         domains = self._buffer_domains(called) if called.module.training and buffers.is_due else []
-        if not domains:
+        if not domains or self._domain is None:
             return
         if self.before_buffers is not None:
             self.before_buffers(called.name)
         elif self.closure.is_on:  # one that raised on another rank has come to the same exchange
             with self.closure.raising_together():
-                agree_on("buffers", domains[0].mesh.world)
+                agree_on("buffers", self._domain.mesh.world)
         buffers.share(domains, self.source)
         buffers.forward_begins()
 
