@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import BindingError, warn
 from ..kernels.formats import format_of
 from ..tensors.strides import dense_strides
+from .members import plain_tensors
 from .param import named_params
 
 if TYPE_CHECKING:
@@ -91,11 +92,12 @@ def _check_param(name: str, param: torch.nn.Parameter, device: torch.device) -> 
 def _check_apart(params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Raises BindingError if two params share memory."""
     memory = []
-    for name, param in params:
-        has_values = param.layout is torch.strided and not param.is_meta and param.untyped_storage().nbytes()
-        if param.numel() and has_values:
-            span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
-            memory.append((param.data_ptr(), param.data_ptr() + span * param.element_size(), name, id(param)))
+    # Of wrappers (a quantized, frozen base) the tensors inside: all wrappers are at address 0.
+    for name, param, tensor in ((*each, tensor) for each in params for tensor in plain_tensors(each[1])):
+        has_values = tensor.layout is torch.strided and not tensor.is_meta and tensor.untyped_storage().nbytes()
+        if tensor.numel() and has_values:
+            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            memory.append((tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size(), name, id(param)))
     memory.sort()
     for (_, end, name, one), (start, _, other, another) in pairwise(memory):
         if start < end and one != another:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,17 @@ def _add_buffers(module: torch.nn.Module, members: Members, is_own: bool, found:
         found.update(dict.fromkeys(module.buffers(recurse=False)))
     for child in module.children():
         _add_buffers(child, members, is_own, found)
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the tensors that hold the values: of a DTensor or a quantized weight those inside of it, else itself.
+
+    No collective takes the wrapper.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    for name in names:
+        yield from plain_tensors(getattr(wrapper, name))

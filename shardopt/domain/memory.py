@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..tensors.part import Part
+from .members import plain_tensors
 
 if TYPE_CHECKING:
     from ..config import Offload
@@ -37,7 +38,7 @@ def memory_of(
     own = (grad for grad in grads if grad is not None and not isinstance(grad, Part))
     found["gradient"]["device"] = sum(grad.nbytes for grad in own)
     free = (param for param in params if not any(_is_bound(domain, param) for domain in domains))
-    found["param"]["device"] = sum(param.nbytes for param in free)
+    found["param"]["device"] = sum(each.nbytes for param in free for each in plain_tensors(param))
     found["master"][tier] = found["state"][tier] = found["buffer"]["device"] = 0
     for domain in domains:
         _add_shards(found, domain, "host" if offload is not None and offload.params == "cpu" else "device")

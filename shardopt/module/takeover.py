@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..domain.agreement import agree_on
 from ..domain.called import CalledModule, called_modules
-from ..domain.dtensors import is_dtensor, local_tensor
-from ..domain.members import tensors_of
+from ..domain.dtensors import is_dtensor
+from ..domain.members import plain_tensors, tensors_of
 from ..errors import BindingError
 from ..tensors.unsharded_guard import is_sharded
 from .averaged_params import AveragedParams, trained_elsewhere
@@ -290,7 +290,8 @@ class ModuleTakeover:
                 # Another optimizer may have sharded some params at stage 3: their values agree already.
                 tensors = tensors_of(self.module, domain.members)
                 own = [tensor for tensor in tensors if not is_sharded(tensor) and tensor not in apart]
-                domain.mesh.world.broadcast(list(map(local_tensor, own)), "sharing rank 0's params")
+                inner = [each for tensor in own for each in plain_tensors(tensor)]
+                domain.mesh.world.broadcast(inner, "sharing rank 0's params")
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
