@@ -12,10 +12,13 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import graph
+
+from .host_group import backend_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -33,7 +36,11 @@ _ENDED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.W
 
 def begun(group: dist.ProcessGroup) -> int:
     """Returns how many collectives and messages this rank has begun in a group, by whatever library."""
-    return int(group._get_sequence_number_for_group())
+    found = 0
+    for device in group._device_types:
+        with suppress(RuntimeError):  # a backend that does not count
+            found += backend_of(group, device)._get_sequence_number_for_group()
+    return found
 
 
 def note_ended(group: dist.ProcessGroup, rank: int, count: int) -> None:
