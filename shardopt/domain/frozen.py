@@ -70,19 +70,24 @@ def _unsharded(domain: Domain, module: torch.nn.Module) -> list[torch.nn.Paramet
 
 
 def _can_be_sharded(param: torch.Tensor) -> bool:
-    is_plain = param.layout is torch.strided and not is_traceable_wrapper_subclass(param)
+    is_plain = param.layout is torch.strided and not _wraps(param)
     return is_plain and param.is_floating_point()
 
 
+def _wraps(tensor: Any) -> bool:
+    """True of a subclass whose values lie in other tensors."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def _kind(param: torch.Tensor) -> str:
-    if is_traceable_wrapper_subclass(param):
+    if _wraps(param):
         return type(param).__name__
     return str(param.dtype if param.layout is torch.strided else param.layout)
 
 
 def _bytes_of(tensor: Any) -> int:
-    """Returns the bytes of the values, which of a subclass lie in other tensors."""
-    if is_traceable_wrapper_subclass(tensor):
+    """Returns the bytes of the values."""
+    if _wraps(tensor):
         names, _ = tensor.__tensor_flatten__()
         return sum(_bytes_of(getattr(tensor, name)) for name in names)
     return int(tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.numel())

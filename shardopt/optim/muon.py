@@ -70,7 +70,8 @@ class ShardedMuon(ShardedOptimizer):
     ``kind="adamw"`` or ``algorithm="adamw"``. Where the module is handed over, a group that says neither
     is split: 2D weights of hidden layers take Muon; embeddings, heads, norms, biases and all else take AdamW, with
     AdamW's own defaults. ``print(optimizer)`` shows which param took which. ``matrices=3`` in a group cuts each of its
-    params into three along the first dimension (a fused qkv); ``matrices="stack"`` takes 3D params as stacks.
+    params into three along the first dimension (a fused qkv), ``matrices=(32, 8, 8)`` into matrices of so many rows;
+    ``matrices="stack"`` takes 3D params as stacks.
 
     Args:
         adamw: arguments of :class:`torch.optim.AdamW` for params that take AdamW, such as ``dict(lr=3e-4)``.

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..kernels.products import Products
     from ..kernels.spec import Pass, Spec
-    from ..rules import Rule, Variant
-    from ..rules.rule import Shape
+    from ..rules import Variant
     from ..tensors.gradient_slice import GradientSlice
     from .matrix_passes import Apply
 
@@ -152,31 +151,17 @@ def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Seque
         shapes = None if matrix_of is None else matrix_of(entry.shape)
         shape = entry.shape if rule.of_param else ()
         eps = eps_of(entry.param) if rule.of_param else FP32_EPS
-        numbered = numbers[each.group]
-        variant = variant_of(each.group, shape)
-        values_of = partial(_evaluated, rule, variant, numbered, entry, shape, eps)
-        matrix = shapes and shapes[0]
+        matrix = None if shapes is None else shapes[0]
         key = (each.group, entry.step, matrix, shape, eps, *entry.carried.values())
         if key not in known:
-            known[key] = values_of(matrix)
-        found = known[key]
+            group = numbers[each.group] if matrix is None else {**numbers[each.group], "shape": matrix}
+            variant = variant_of(each.group, shape)
+            known[key] = ParamScalars(*rule.evaluate(variant, group, entry.step + 1, entry.carried, shape, eps))
+        scalars[entry] = known[key]
         if shapes is not None and len(set(shapes)) > 1:
-            found = found._replace(runs=runs_of(variant, entry, shapes, lambda own, of=values_of: of(own).values))
-        scalars[entry] = found
+            runs = runs_of(rule, variants[each.group], numbers[each.group], entry, shapes)
+            scalars[entry] = known[key]._replace(runs=runs)
     return scalars
-
-
-def _evaluated(
-    rule: Rule,
-    variant: Variant,
-    group: Mapping[str, Any],
-    entry: ParamRecord,
-    shape: Shape,
-    eps: float,
-    matrix: tuple[int, int] | None,
-) -> ParamScalars:
-    group = group if matrix is None else {**group, "shape": matrix}
-    return ParamScalars(*rule.evaluate(variant, group, entry.step + 1, entry.carried, shape, eps))
 
 
 def plan_launches(

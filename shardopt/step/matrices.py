@@ -250,7 +250,7 @@ class MatrixUpdate:
             for row, each in launch.updates.items()
         }
         gradients = shard.tables.gradients(grads)
-        for blocks, scalars in applied_by_run(launch, launch.apply):
+        for blocks, scalars in applied_by_run(shard, launch.apply, launch.runs):
             yield replace(
                 launch,
                 spec=launch.apply.spec,

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..kernels.formats import Format
-    from ..rules import Variant
-    from .launches import Launch
+    from ..rules import Rule, Variant
 
 
 class Apply(NamedTuple):
@@ -50,40 +49,38 @@ def shapes_for(
 
 
 def runs_of(
-    variant: Variant,
-    entry: ParamRecord,
-    shapes: Sequence[tuple[int, int]],
-    values_of: Callable[[tuple[int, int]], tuple[float, ...]],
+    rule: Rule, variant: Variant, group: Mapping[str, Any], entry: ParamRecord, shapes: Sequence[tuple[int, int]]
 ) -> tuple[MatrixScalars, ...]:
     """Returns the scalars of the matrices of one param; none where all matrices share them.
 
     Raises:
         ShardoptError: no kernel can tell the elements of the matrices apart.
     """
-    if len(set(shapes)) == 1:
-        return ()
     assert isinstance(variant, MatrixVariant)
-    runs = scalars_of_matrices(shapes, values_of)
+    runs = scalars_of_matrices(
+        shapes, lambda shape: rule.evaluate(variant, {**group, "shape": shape}, entry.step + 1, entry.carried)[0]
+    )
     is_whole = tuple(entry.param.shape) == tuple(entry.shape)  # no slice of a DTensor
     lie_in_rows = is_whole and entry.shard.strides(entry.index)[-2:] == (shapes[0][1], 1)
     check_runs(runs, BLOCK, lie_in_rows, len(variant.accumulate.scalars))
     return tuple(runs) if len(runs) > 1 else ()
 
 
-def applied_by_run(launch: Launch, apply: Apply) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
-    """Yields the launches of the second pass: the blocks that each updates, and its scalars.
+def applied_by_run(
+    shard: Shard, apply: Apply, runs_of_row: Mapping[int, Sequence[MatrixScalars]]
+) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
+    """Yields what the launches of the second pass differ in: the blocks that each updates, None for all, its scalars.
 
     There are several where matrices of one param take other scalars: the first updates the first run of each such
     param and all other params, the next one the second run, and so on.
     """
-    if not launch.runs:
+    if not runs_of_row:
         yield None, apply.scalars
         return
-    shard = launch.shard
-    skipped = len(next(iter(launch.runs.values()))[0].values) - apply.scalars.shape[1]
-    for number in range(max(map(len, launch.runs.values()))):
+    skipped = len(next(iter(runs_of_row.values()))[0].values) - apply.scalars.shape[1]
+    for number in range(max(map(len, runs_of_row.values()))):
         scalars, blocks = apply.scalars.clone(), torch.full((shard.numel // BLOCK,), number == 0)
-        for row, runs in launch.runs.items():
+        for row, runs in runs_of_row.items():
             piece = shard.pieces[row]
             blocks[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = False
             first, stop = (runs[number].first, runs[number].stop) if number < len(runs) else (0, 0)

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 def of(*blocks: int, itemsize: int = 4) -> list[Packable]:
     """A param of one matrix for each number of blocks."""
-    return [Packable(each * BLOCK, 1, each, itemsize) for each in blocks]
+    return [Packable(each * BLOCK, (each * BLOCK,), each, itemsize) for each in blocks]
 
 
 def split(params: list[Packable], num_shards: int, bucket_bytes: int | None = None) -> list[Split]:
@@ -47,7 +47,11 @@ def test_the_examples() -> None:
 @settings(max_examples=200)
 @given(
     params=st.lists(
-        st.builds(Packable, st.integers(0, 40 * BLOCK), st.integers(1, 3), st.integers(0, 9), st.just(2)),
+        st.builds(
+            lambda sizes, cost: Packable(sum(sizes), tuple(sizes), cost, 2),
+            st.lists(st.integers(0, 20 * BLOCK), min_size=1, max_size=3),
+            st.integers(0, 9),
+        ),
         min_size=1,
         max_size=24,
     ),
