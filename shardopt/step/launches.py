@@ -342,7 +342,8 @@ def joined(shards: Sequence[Shard], launches: Sequence[Launch]) -> Iterator[Join
         if each.blocks is None and device == each.shard.device and backend_of(device).joins_shards:
             alike.setdefault((each.spec, each.number, each.divisor), {})[each.shard] = each
         else:
-            yield JoinedLaunch([each.shard], [each], each.gradients)
+            table = each.gradients if each.blocks is None else each.gradients.only(each.blocks)
+            yield JoinedLaunch([each.shard], [each], table)
     for (spec, _, _), found in alike.items():
         like = next(iter(found))
         kept = [each for each in shards if (each.device, each.format) == (like.device, like.format)]
