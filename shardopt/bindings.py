@@ -6,6 +6,7 @@ them will bind, then each domain binds its own params. :mod:`shardopt.engine` us
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,11 @@ from .domain.formats import check_formats
 from .domain.frozen import frozen_of, warn_of_whole_frozen
 from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.norm_rules import check_takes_norms
+from .domain.turn import Turn
 from .domain.unsharded import check_weights
 from .errors import BindingError, DisagreementError, ShardoptError
 from .module.backward import Backward
+from .module.hooks import call_while_alive
 from .module.materialize import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
 from .partition.comm.group import Ranks
 from .partition.mesh import Mesh, everyone_of
@@ -49,6 +52,7 @@ class Bindings:
         states: of all params, bound or not.
         local_params: the plain tensors behind DTensor params.
         takeover: of the module that was handed over.
+        turn: which call reads or changes all this; every public call takes it.
         joining: collective, set while a ``join()`` is open: announces a call of this rank to ranks that have run out of
             batches, which make the same call.
         is_closed: True after :meth:`close`.
@@ -62,6 +66,8 @@ class Bindings:
         self.local_params = DTensorLocals()
         self.states = StateTable(rule, self.local_params)
         self.takeover: ModuleTakeover | None = None
+        ranks, is_open = call_while_alive(Bindings.ranks, self), call_while_alive(Bindings._is_round_open, self)
+        self.turn = Turn(ranks, is_open, options.release_gradients)
         self.joining: Callable[[str, Call | None], None] | None = None
         self.is_closed = False
         self._has_warned = False  # of frozen params that stay whole
@@ -147,7 +153,8 @@ class Bindings:
 
     def agree_on_call(self, call: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Collective: returns the arguments that all ranks give to a call, or raises the same error on all."""
-        return agree_on_call(call, read, self.ranks())
+        with self.turn.take_together(call):
+            return agree_on_call(call, read, self.ranks())
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +169,7 @@ class Bindings:
     def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = ZeroStage(self.options.stage).shards_states
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
-        domain = Domain(self.rule, self.options, mesh, self.local_params)
+        domain = Domain(self.rule, self.options, mesh, self.local_params, self.turn)
         self._at_the_end(Domain.retire, domain)
         return domain
 
@@ -180,6 +187,14 @@ class Bindings:
         finalizer = weakref.finalize(self, call, *arguments)
         finalizer.atexit = False  # at exit the system frees everything
         self._retire.append(finalizer)
+
+    def _backward(self) -> Backward | None:
+        """The hooks on gradients of the module that was taken over; None before it is bound."""
+        return None if self.takeover is None else self.takeover.backward
+
+    def _is_round_open(self) -> bool:
+        backward = self._backward()
+        return backward is not None and backward.is_open
 
     def finish_gathers(self) -> None:
         """Waits for params that a step left under way."""
@@ -206,6 +221,17 @@ class Bindings:
         init_fn: Callable[[torch.nn.Module], object] | None = None,
     ) -> None:
         """Collective: see :meth:`ShardedOptimizer.bind`."""
+        with self.turn.take_together("bind()"):
+            self.bind_module(state_dict, init_fn)
+
+    @torch.no_grad()
+    def bind_module(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        init_fn: Callable[[torch.nn.Module], object] | None = None,
+    ) -> None:
+        """Collective: does ``bind`` within a call or a hook that has the turn."""
+        self.turn.trainer = threading.get_ident()
         self.check_open()
         if self.takeover is None:
             raise ShardoptError(
@@ -348,12 +374,12 @@ class Bindings:
         is_bound = self.domain is not None and self.domain.links is not None
         if not is_bound and not any(param.requires_grad for param in self.takeover.module.parameters()):
             with torch.inference_mode(False):  # what is made in that mode could not be trained later
-                self.bind()
+                self.bind_module()
 
     def ensure_bound(self) -> None:
         """Collective: binds params that are not bound yet, as the first step does."""
         if self.takeover is not None:
-            self.bind()
+            self.bind_module()
             return
         try:
             for domain, groups in self.groups_by_domain():

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +76,6 @@ class Engine(Bindings):
         unread: keys of param groups that choose another rule than the optimizer has.
         fixed: values of param groups that belong to the class: no state dict or checkpoint changes them.
         grad_norm, updates: see :class:`ShardedOptimizer`.
-        lock: held by the thread that changes states; a closure may load states, so a thread may hold it several times.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class Engine(Bindings):
         self.check_arguments, self.unread, self.fixed = check_arguments, unread, fixed or {}
         self.grad_norm: float | None = None
         self.updates = 0
-        self.lock = threading.RLock()
         self._release: UpdateInBackward | None = None  # in place of the steps, where gradients are released
         self._away: Offload | None = None  # where offload() moved masters and states
 
@@ -111,12 +108,14 @@ class Engine(Bindings):
         def before_forward() -> None:
             engine = me()
             if engine is not None:
-                engine.bind()
+                with engine.turn.hold("a forward"):
+                    engine.bind_module()
 
         def before_evaluation() -> None:
             engine = me()
             if engine is not None:
-                engine.bind_frozen()
+                with engine.turn.hold("a forward"):
+                    engine.bind_frozen()
 
         def groups() -> list[dict[str, Any]]:
             engine = me()
@@ -149,6 +148,10 @@ class Engine(Bindings):
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Collective: see :meth:`ShardedOptimizer.reduce_gradients`."""
+        with self.turn.take_together("reduce_gradients()"):
+            self._reduce_gradients()
+
+    def _reduce_gradients(self) -> None:
         self.check_open()
         if self.takeover is None:
             raise ShardoptError(
@@ -158,12 +161,16 @@ class Engine(Bindings):
             )
         if ZeroStage(self.options.stage).shards_gradients or self.options.release_gradients:
             return  # every backward has reduced them
-        self.bind()
+        self.bind_module()
         reduce_together(self.ensure_domains().main, self.takeover.backward)
 
     @torch.no_grad()
     def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
         """Collective: see :meth:`ShardedOptimizer.sum_tied`."""
+        with self.turn.take_together("sum_tied()"):
+            self._sum_tied(param, group)
+
+    def _sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
         self.check_open()
         if not isinstance(param, torch.nn.Parameter):
             raise TypeError(f"sum_tied(param=) takes a param, an nn.Parameter, found {type(param).__name__}.")
@@ -182,18 +189,23 @@ class Engine(Bindings):
     @contextmanager
     def unsharded(self, ema: bool) -> Iterator[None]:
         """See :meth:`ShardedOptimizer.unsharded`."""
-        self.finish_gathers()
-        with unsharded(self.domains, self.rule, ema):
+        with self.turn.take_together("unsharded()"):
+            self.finish_gathers()
+            context = unsharded(self.domains, self.rule, ema)
+            context.__enter__()
+
+        def leave(*error: Any) -> bool | None:
+            with self.turn.hold("the end of unsharded()"):
+                return context.__exit__(*error)
+
+        with ExitStack() as stack:
+            stack.push(leave)
             yield
 
     def forget_backward(self) -> None:
         """Forgets a failed backward, after gradients were set to None or zero."""
         if self.takeover is not None:
             self.takeover.forget_backward()
-
-    def _backward(self) -> Backward | None:
-        """The hooks on gradients of the module that was taken over; None before it is bound."""
-        return None if self.takeover is None else self.takeover.backward
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -218,7 +230,7 @@ class Engine(Bindings):
         Args:
             scaling: returns the loss scale, and True if an Inf or NaN was found; called once the closure has run.
         """
-        with self.lock:
+        with self.turn.take_between("step()"):
             try:
                 return self._step(closure, scaling)
             finally:
@@ -234,7 +246,10 @@ class Engine(Bindings):
             check_not_unsharded(self.domains)
             if closure is not None and not callable(closure):
                 raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
-            return None if closure is None else closure()
+            if closure is None:
+                return None
+            with self.turn.lend():
+                return closure()
 
         try:
             if closure is None:
@@ -259,7 +274,7 @@ class Engine(Bindings):
         call = Call(self.defaults, closure is not None, problem, *scaled)
         try:
             self._announce("step", call)
-            self.take(call)
+            self._take(call)
             return loss
         except BaseException:
             backward = self._backward()
@@ -269,6 +284,10 @@ class Engine(Bindings):
 
     def take(self, call: Call) -> None:
         """Collective: takes one step with the present gradients."""
+        with self.turn.take_between("step()"):
+            self._take(call)
+
+    def _take(self, call: Call) -> None:
         if call.problem is None:
             self.finish_gathers()  # in a join() this rank may have run no forward since the last step
         # Params whose values are released check every attribute that is read.
@@ -312,7 +331,7 @@ class Engine(Bindings):
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """See :meth:`ShardedOptimizer.refresh_masters`."""
-        with self.lock:
+        with self.turn.take("refresh_masters()"):
             self.check_weights("refresh_masters()")
             self.finish_gathers()
             self.states.consolidated = None
@@ -324,6 +343,10 @@ class Engine(Bindings):
     @torch.no_grad()
     def consolidate(self, to: object) -> None:
         """See :meth:`ShardedOptimizer.consolidate_state_dict`."""
+        with self.turn.take_together("consolidate_state_dict()"):
+            self._consolidate(to)
+
+    def _consolidate(self, to: object) -> None:
         self.check_open()
         if len(self.domains) > 1:
             raise StateError(
@@ -341,7 +364,7 @@ class Engine(Bindings):
 
     def load(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         """Loads a state dict, after its hooks. ``groups``: those of the dict, with this optimizer's params."""
-        with self.lock:
+        with self.turn.take("load_state_dict()"):
             check_same_rules(self.rule, self.unread, self.fixed, groups, self.groups)
             loaded, own = read_state_dict(state_dict, groups, self.states)
             self.replace_states(loaded, own)
@@ -362,10 +385,11 @@ class Engine(Bindings):
         Args:
             copied: maps this optimizer's param, or another object, to the other optimizer's copy.
         """
-        present = self.states.all(self.groups)
-        to.states.waiting = {to.local_params.of(copied(param)): state.copy() for param, state in present.items()}
-        to.states.own = copied(self.states.own)
-        to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
+        with self.turn.take("copy.deepcopy()"):
+            present = self.states.all(self.groups)
+            to.states.waiting = {to.local_params.of(copied(param)): state.copy() for param, state in present.items()}
+            to.states.own = copied(self.states.own)
+            to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
 
     # -- where states are kept -------------------------------------------------------------------------------------
 
@@ -376,16 +400,17 @@ class Engine(Bindings):
                 f"optimizer.offload() takes 'cpu' or a directory, where all masters and states go, found {to!r}. "
                 "Other ways to offload are for the constructor: offload=Offload(...)."
             )
-        self._move(Offload(to))
+        self._move("offload()", Offload(to))
 
     def reload(self) -> None:
         """Collective: see :meth:`ShardedOptimizer.reload`."""
-        if self._away is not None:
-            self._move(None)
+        self._move("reload()", None)
 
     @torch.no_grad()
-    def _move(self, to: Offload | None) -> None:
-        with self.lock:
+    def _move(self, call: str, to: Offload | None) -> None:
+        with self.turn.take_together(call):
+            if to is None and self._away is None:
+                return
             self.check_open()
             self.finish_gathers()
             if move_states(self.domains, to):
@@ -395,19 +420,22 @@ class Engine(Bindings):
 
     def units(self) -> Units:
         """See :meth:`ShardedOptimizer.units`."""
-        sharded = [domain.sharded for domain in self.domains if domain.sharded is not None]
-        units = [(each.gatherer, unit) for each in sharded for unit in each.units]
-        units.sort(key=lambda found: found[1].number)  # in the model's order; buckets are made from its end
-        return Units({unit.name: UnitView(gatherer, unit) for gatherer, unit in units})
+        with self.turn.take("units"):
+            sharded = [domain.sharded for domain in self.domains if domain.sharded is not None]
+            units = [(each.gatherer, unit) for each in sharded for unit in each.units]
+            units.sort(key=lambda found: found[1].number)  # in the model's order; buckets are made from its end
+            return Units({unit.name: UnitView(gatherer, unit, self.turn.take) for gatherer, unit in units})
 
     def schedule(self) -> Schedule:
         """See :meth:`ShardedOptimizer.schedule`."""
-        sharded = None if self.domain is None else self.domain.sharded
-        return Schedule() if sharded is None else sharded.gatherer.orders.schedule
+        with self.turn.take("schedule()"):
+            sharded = None if self.domain is None else self.domain.sharded
+            return Schedule() if sharded is None else sharded.gatherer.orders.schedule
 
     def timings(self) -> Timings:
         """See :meth:`ShardedOptimizer.timings`."""
-        return Timings.of_all([domain.timings() for domain in self.domains])
+        with self.turn.take("timings()"):
+            return Timings.of_all([domain.timings() for domain in self.domains])
 
     def traffic(self) -> dict[str, int]:
         """Returns the bytes that this rank has received from others, by kind."""
@@ -418,6 +446,10 @@ class Engine(Bindings):
 
     def memory(self) -> Memory:
         """See :meth:`ShardedOptimizer.memory`."""
+        with self.turn.take("memory()"):
+            return self._memory()
+
+    def _memory(self) -> Memory:
         grouped = self.params
         others = [] if self.takeover is None else list(self.takeover.module.parameters())
         params = dict.fromkeys(map(self.local_params.of, [*grouped, *others]))
@@ -437,6 +469,8 @@ class Engine(Bindings):
             words += f", matrices whole on one rank: {laid}" if laid.matrices else ""
         if self.is_closed:
             return f"{words}, closed"
+        if self.turn.call is not None:  # what is shown to a log or a debugger raises nothing, and waits for nobody
+            return f"{words}, in the middle of {self.turn.call}"
         if not bound:
             when = "step" if self.takeover is None else "forward"
             return f"{words}, not bound: masters and states are allocated at the first {when}"
@@ -445,6 +479,10 @@ class Engine(Bindings):
     @torch.no_grad()
     def close(self) -> None:
         """See :meth:`ShardedOptimizer.close`."""
+        with self.turn.take_together("close()"):
+            self._close()
+
+    def _close(self) -> None:
         self.check_weights("close()")
         with suppress(CommunicationError):  # raised before; params that did not arrive are lost with the other rank
             self.finish_gathers()

@@ -25,6 +25,7 @@ from .plan_load import LoadPlan
 from .publish import find
 from .reader import Checkpoint
 from .records import TensorKey
+from .turns import in_turn, turns_of
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
@@ -76,10 +77,19 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on every rank; nothing was changed: the checkpoint is damaged, or that of another model.
+        StateError: a signal handler, say, makes the call in the middle of a step.
         TypeError, ValueError: an argument is of another type, by its name.
     """
     check_module(module)
     engines = engines_of(optimizer)
+    turns = turns_of("load_checkpoint()", module, engines)
+    return in_turn(turns, lambda: _load_from(directory, module, engines, strict, names))
+
+
+def _load_from(
+    directory: str | Path, module: nn.Module, engines: list[Engine], strict: bool, names: Mapping[Any, str] | None
+) -> Loaded:
+    """Collective, with the turns of all optimizers."""
     collectives = collectives_of(engines)
     root, strict, given = collectives.together(
         lambda: (directory_of(directory), flag(strict, "strict"), read_names(names)), "reading the arguments"

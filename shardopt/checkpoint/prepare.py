@@ -25,6 +25,12 @@ def prepare_states(optimizer: ShardedOptimizer) -> None:
             f"take a step, then load: {rule.name} carries {list(rule.carried)} from step to step, and only a step "
             "computes their first values."
         )
+    with optimizer.engine.turn.take_together("prepare_states()"):
+        _prepare(optimizer)
+
+
+def _prepare(optimizer: ShardedOptimizer) -> None:
+    rule = optimizer.rule
     optimizer.engine.ensure_bound()
     for group in optimizer.engine.local_groups():
         for param in group["params"]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import CheckpointError, ShardoptError
 from . import files, publish
-from .arguments import check_module, engines_of, read_save_arguments
+from .arguments import SaveArguments, check_module, engines_of, read_save_arguments
 from .background import Background, Saving
 from .join import join
 from .model import Model
@@ -21,10 +21,12 @@ from .model_ranks import collectives_of
 from .names import unwrapped
 from .plan_save import plan_save
 from .publish import NewCheckpoint
+from .turns import in_turn, turns_of
 from .typed_json import Count, from_json, to_json
 from .write import RankWriter, as_checkpoint_error
 
 if TYPE_CHECKING:
+    from ..engine import Engine
     from ..optim.optimizer import ShardedOptimizer
     from .collectives import Collectives, Result
 
@@ -76,17 +78,29 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every rank; no checkpoint was published, and earlier ones are whole.
+        StateError: a signal handler, say, makes the call in the middle of a step, or on one of several ranks. Another
+            thread waits for the step instead, and the next step for the copies.
         TypeError, ValueError: an argument has another type or is out of range; the message names it.
     """
     check_module(module)
     engines = engines_of(optimizer)
     background = _BACKGROUNDS.setdefault(unwrapped(module), Background())
-    background.wait()
+    turns = turns_of("save_checkpoint()", module, engines)
+    background.wait()  # before the turns: no step waits for what is written in the background
+
+    def read() -> SaveArguments:
+        return read_save_arguments(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision, names)
+
+    return in_turn(turns, lambda: _save(module, engines, background, read))
+
+
+def _save(
+    module: nn.Module, engines: Sequence[Engine], background: Background, read: Callable[[], SaveArguments]
+) -> Saving:
+    """Collective, with the turns of all optimizers: their next step begins once this has returned."""
+    background.wait()  # for a save of another thread, which came before
     collectives = collectives_of(engines)
-    arguments = collectives.together(
-        lambda: read_save_arguments(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision, names),
-        _PLANNING,
-    )
+    arguments = collectives.together(read, _PLANNING)
     model = collectives.together(lambda: Model(module, engines, arguments.names), _PLANNING)
     model.learn_names(collectives, _PLANNING)
     # Of all ranks: one may have been interrupted in a backward, another one just before.

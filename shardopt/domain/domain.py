@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .shard import Shard
     from .sharded_params import ShardedParams
     from .timings import Timings
+    from .turn import Turn
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,17 @@ class Domain:
     ============================================  ==========================================
     """
 
-    def __init__(self, rule: Rule, options: Options, mesh: Mesh, locals_: DTensorLocals):
+    def __init__(self, rule: Rule, options: Options, mesh: Mesh, locals_: DTensorLocals, turn: Turn):
         """
         Args:
             locals_: the plain tensors behind DTensor params. A domain knows params by these.
+            turn: of the optimizer, which hooks on forward and backward hold.
         """
         self.rule = rule
         self.options = options
         self.mesh = mesh
         self.locals = locals_
+        self.turn = turn
         self.epoch = Epoch()  # the moment of the states
         self.clock = Clock()
         self.links: Links | None = None

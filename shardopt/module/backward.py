@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..domain.agreement import agree_on
+from ..domain.turn import holding
 from ..errors import CommunicationError, ShardoptError
 from ..tensors.gradient_slice import GradientSlice
 from ..tensors.part import Part
@@ -39,6 +40,7 @@ from .round_gradients import RoundGradients, shown_slice
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
+    from ..domain.turn import Turn
 
 
 class RoundState(Enum):
@@ -107,6 +109,11 @@ class Backward(RoundGradients):
         self.before_round: Callable[[list[int]], int | None] | None = None
         self.units: Mapping[str, Sequence[torch.nn.Parameter]] = {}
         self.closure = ClosureState()
+
+    @property
+    def turn(self) -> Turn:
+        """The turn of the optimizer, which each hook holds."""
+        return self._domain.turn
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -279,6 +286,7 @@ class Backward(RoundGradients):
         if self.is_bound:
             self._reducer.catch_up()
 
+    @holding("backward()")
     def open_round(self) -> None:
         """Opens a round; it ends with the outermost of the graphs that autograd is running."""
         self._divisor, divisor = self._num_batches, None
@@ -415,6 +423,7 @@ class Backward(RoundGradients):
             raise
         self.reduce_gradient(entry)
 
+    @holding("backward()")
     def reduce_gradient(self, entry: ParamRecord) -> None:
         """Takes the gradient of a param that autograd has just accumulated."""
         lead = self.lead
@@ -430,6 +439,7 @@ class Backward(RoundGradients):
                 lead.abandon(f"{type(error).__name__}: {error}")
             raise
 
+    @holding("backward()")
     def finish(self) -> None:
         """Collective: ends the round, and before it those of the followers."""
         if not self.is_open:  # abandoned since autograd was asked for this call

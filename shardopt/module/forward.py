@@ -42,6 +42,7 @@ from torch import nn
 
 from ..domain.dtensors import is_dtensor, local_tensor, shown_as
 from ..domain.experts import own_units
+from ..domain.turn import holding
 from ..errors import ReleasedError
 from ..partition.unit_orders import Direction
 from ..tensors.pipelining import is_called_by_pipeline
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from ..domain.called import CalledModule
     from ..domain.domain import Domain
     from ..domain.sharded_params import ShardedParams
+    from ..domain.turn import Turn
     from ..partition.gatherer import Gatherer
     from ..partition.unit import Unit
 
@@ -91,6 +93,10 @@ class Forward:
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
         self.before_gathers: Callable[[Direction | Unit], None] | None = None
         self.is_closed = False
+
+    @property
+    def turn(self) -> Turn:
+        return self._domains[0].turn
 
     @property
     def _gatherer(self) -> Gatherer:
@@ -174,6 +180,7 @@ class Forward:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @holding("a forward")
     def pre_forward(
         self, module: nn.Module, arguments: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -217,6 +224,7 @@ class Forward:
         call.units = (*call.units, unit)
         call.versions += [version for each in unit.buckets for version in each.bucket.versions()]
 
+    @holding("a forward")
     def _post_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
         at = next((at for at in reversed(range(len(self._running))) if self._running[at].module is module), None)
         if at is None:
@@ -294,6 +302,7 @@ class Forward:
 
     # -- reads outside of calls ------------------------------------------------------------------------------------
 
+    @holding("a forward")
     def read(self, param: nn.Parameter, is_read: bool) -> bool:
         """Gathers a resharded param for a call in the model's code, else returns False; see :class:`SliceKeeper`."""
         if self.is_closed:
@@ -339,6 +348,7 @@ class Forward:
         """The backward of a forward of this called module begins."""
         self._runs = called
 
+    @holding("backward()")
     def pre_backward(self, call: _ModuleCall) -> None:
         """Gathers the units of a call whose backward begins."""
         for other in [each for each in self._open if each.is_over_before(call)]:
@@ -352,6 +362,7 @@ class Forward:
             if not torch.is_grad_enabled():
                 self._using[unit] += 1
 
+    @holding("backward()")
     def post_backward(self, call: _ModuleCall) -> None:
         """Ends the use of the units of a call whose backward is complete."""
         if call in self._open:
@@ -361,6 +372,7 @@ class Forward:
                 self._using[unit] -= 1
                 self._gatherer.done(unit)
 
+    @holding("backward()")
     def end_backward(self, completed: bool) -> None:
         """Reshards the units in use, but for those kept until the step: backward has ended, or was abandoned."""
         self._gatherer.end_pass(completed)

@@ -201,9 +201,10 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does what torch's does, and forgets a backward that failed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            super().zero_grad(set_to_none)
-        self.engine.forget_backward()
+        with self.engine.turn.take("zero_grad()"):
+            with torch._C.DisableTorchFunctionSubclass():
+                super().zero_grad(set_to_none)
+            self.engine.forget_backward()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does. In mid-training the next step binds its params, in buckets of their own.
@@ -214,12 +215,13 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             TypeError: a param is complex, or a hyper-parameter is not a number.
         """
         check_given(param_group, self.defaults, type(self).__name__)
-        super().add_param_group(param_group)
-        try:
-            check_added(self.param_groups[-1], self.rule, self.engine.check_arguments)
-        except Exception:
-            self.param_groups.pop()
-            raise
+        with self.engine.turn.take("add_param_group()"):
+            super().add_param_group(param_group)
+            try:
+                check_added(self.param_groups[-1], self.rule, self.engine.check_arguments)
+            except Exception:
+                self.param_groups.pop()
+                raise
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -261,9 +263,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` loads one param's state; every
         rank must do it. Everything else is read-only. Keys that are not tensors are the user's own, as in torch.
         """
-        from .state_view import StateView
+        from .state_view import StateInTurn
 
-        return StateView(self.engine)
+        return StateInTurn(self.engine)
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
@@ -271,7 +273,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         if value:
             raise StateError("call load_state_dict(): optimizer.state lies in shards and cannot be assigned.")
         if "param_groups" in self.__dict__:  # torch's constructor assigns one, before there are groups
-            self.engine.replace_states({}, {})
+            with self.engine.turn.take("optimizer.state = {}"):
+                self.engine.replace_states({}, {})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns ``{"state": {index: {...}}, "param_groups": [...]}``, in torch's format. Local.
@@ -284,8 +287,11 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         from ..states.torch_format import to_state_dict
+        from .state_view import StateView
 
-        return self._hooked(self._optimizer_state_dict_post_hooks, to_state_dict(self.engine.groups, self.state))
+        with self.engine.turn.take("state_dict()"):
+            state_dict = to_state_dict(self.engine.groups, StateView(self.engine))
+        return self._hooked(self._optimizer_state_dict_post_hooks, state_dict)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers every state in host memory of rank ``to``. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
@@ -63,8 +64,7 @@ class StateView(Mapping[Any, Any]):
         name = next(name for name, each, _ in named_params(self._engine.groups) if each is param)
         read = self._states.read(state, group, param, name)
         self._engine.check_weights("loading a state")
-        with self._engine.lock:
-            self._states.put(param, read, bool(state))
+        self._states.put(param, read, bool(state))
 
     # The methods below read no tensor: frameworks iterate and look up without a use for the values, and a state may lie
     # on a disk or have to be decoded.
@@ -129,3 +129,41 @@ class StateView(Mapping[Any, Any]):
         )
 
     popitem = clear = update = _refuse
+
+
+class StateInTurn(StateView):
+    """What a script sees: each read and each change takes the optimizer's turn.
+
+    So a lookup in the middle of a step waits (from another thread) or raises StateError (from a signal handler).
+    """
+
+    def _take(self) -> AbstractContextManager[None]:
+        return self._engine.turn.take("optimizer.state")
+
+    def __getitem__(self, param: Any) -> Any:
+        with self._take():
+            return super().__getitem__(param)
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        with self._take():
+            super().__setitem__(param, state)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._take():
+            return super().__iter__()
+
+    def __contains__(self, param: object) -> bool:
+        with self._take():
+            return super().__contains__(param)
+
+    def __delitem__(self, param: Any) -> None:
+        with self._take():
+            super().__delitem__(param)
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        with self._take():
+            return super().pop(param, *default)
+
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        with self._take():
+            return super().setdefault(param, default)

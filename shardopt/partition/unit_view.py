@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,8 +19,9 @@ class UnitView:
     methods in the same order.
     """
 
-    def __init__(self, gatherer: Gatherer, unit: Unit):
-        self._gatherer, self._unit = gatherer, unit
+    def __init__(self, gatherer: Gatherer, unit: Unit, take: Callable[[str], AbstractContextManager[object]]):
+        """``take``: returns the context of a public call of this name."""
+        self._gatherer, self._unit, self._take = gatherer, unit, take
 
     @property
     def name(self) -> str:
@@ -45,7 +48,8 @@ class UnitView:
         Raises:
             CommunicationError: a rank died or is late.
         """
-        self._gatherer.unshard(self._unit)
+        with self._take("unshard()"):
+            self._gatherer.unshard(self._unit)
         if async_op:
             return self
         self.wait()
@@ -53,12 +57,14 @@ class UnitView:
 
     def wait(self) -> None:
         """Waits for :meth:`unshard`."""
-        self._gatherer.need(self._unit)
-        self._gatherer.keep_shown(self._unit)
+        with self._take("wait()"):
+            self._gatherer.need(self._unit)
+            self._gatherer.keep_shown(self._unit)
 
     def reshard(self) -> None:
         """Frees its memory. Does nothing while a forward or a backward uses it; these reshard it then."""
-        self._gatherer.reshard(self._unit)
+        with self._take("reshard()"):
+            self._gatherer.reshard(self._unit)
 
     def __repr__(self) -> str:
         return f"<unit {self.name}: {self.nbytes} bytes, {self._unit.state.value}>"

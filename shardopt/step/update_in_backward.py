@@ -33,6 +33,7 @@ from ..domain.agreement import StepDigest, agree, checksum
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Group, ParamRecord
+from ..domain.turn import holding
 from ..errors import BindingError, ShardoptError
 from ..kernels.formats import format_of
 from ..kernels.reductions import NONFINITE
@@ -147,6 +148,7 @@ class UpdateInBackward(Backward):
             )
         super().reduce_gradient(entry)
 
+    @holding("backward()")
     def open_round(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self.entries):
             return  # the backward runs through a frozen module, and adds nothing to the gradients that were used
