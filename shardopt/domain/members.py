@@ -51,7 +51,7 @@ def _add_buffers(module: torch.nn.Module, members: Members, is_own: bool, found:
         _add_buffers(child, members, is_own, found)
 
 
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors that hold the values: of a DTensor or a quantized weight those inside of it, else itself.
 
     No collective takes the wrapper.
@@ -59,7 +59,5 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
-    wrapper: Any = tensor
-    names, _ = wrapper.__tensor_flatten__()
-    for name in names:
-        yield from plain_tensors(getattr(wrapper, name))
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
