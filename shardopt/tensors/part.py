@@ -155,6 +155,7 @@ class Part(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
+        """The part without its history, as ``detach()`` returns it; assigning to it is refused."""
         return self.detach()
 
     @data.setter

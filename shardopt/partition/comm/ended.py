@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import graph
 
-from .host_group import backend_of
-
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -39,7 +37,7 @@ def begun(group: dist.ProcessGroup) -> int:
     found = 0
     for device in group._device_types:
         with suppress(RuntimeError):  # a backend that does not count
-            found += backend_of(group, device)._get_sequence_number_for_group()
+            found += group._get_backend(device)._get_sequence_number_for_group()
     return found
 
 
