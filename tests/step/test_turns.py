@@ -23,7 +23,6 @@ import shardopt
 from shardopt import Part, ShardedAdamW, StateError, Tuning
 from shardopt.checkpoint.write import RankWriter
 from shardopt.domain.turn import Turn
-from shardopt.engine import Engine
 from shardopt.step import step as phases
 from tests.optim.test_every_method import methods
 from tests.support.ranks import Pool
@@ -416,8 +415,3 @@ def handlers(stage: int | None, folder: str) -> None:
 def test_handlers_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
     for stage in (None, 3):
         ranks.run(handlers, stage, str(tmp_path / str(stage)), world=2)
-
-
-def test_every_public_method_of_the_engine_takes_a_turn() -> None:
-    """The engine has no other lock, so that nobody can hold one and forget the other."""
-    assert not hasattr(Engine, "lock") and isinstance(made(None)[1].engine.turn, Turn)
