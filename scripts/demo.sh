@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a byte-level GPT on the Python standard library with sharded AdamW: about two minutes on two CPU cores.
+# Train a byte-level GPT on the Python standard library with sharded AdamW: under a minute and a half on two CPU cores.
 #
 #   bash scripts/demo.sh                         one rank for each GPU, or two CPU ranks where there is none
 #   bash scripts/demo.sh --optimizer torch       the same training with torch.optim.AdamW

@@ -31,6 +31,11 @@ if command -v flock >/dev/null; then
     if is_complete; then exit 0; fi
 fi
 
+# Bytecode of all modules of all packages is most of what an installation takes; Python makes it for those that a script
+# imports, at the first import, unless it is told to write none.
+bytecode=--no-compile
+if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then bytecode=--compile; fi
+
 say() { printf 'setup: %s\n' "$*" >&2; }
 
 # Print the first interpreter that fits; when there is none, say what is missing and what to do.
@@ -72,7 +77,7 @@ install_torch() {
     local installed='import sys, importlib.metadata as m; sys.exit(m.version("torch").split("+")[0] != sys.argv[1])'
     if "$python" -c "$installed" "$version" 2>/dev/null; then return; fi
 
-    local install=("$python" -m pip install --no-deps --retries 2 --timeout 30)
+    local install=("$python" -m pip install "$bytecode" --no-deps --retries 2 --timeout 30)
     if [[ -n ${TORCH_INDEX:-} ]]; then
         "${install[@]}" --index-url "$TORCH_INDEX" "torch==$version"
     elif [[ $(uname -s) == Linux ]] && ! has_nvidia_gpu; then
@@ -94,6 +99,6 @@ if ! is_sound >/dev/null 2>&1; then
 fi
 rm -f "$stamp"
 install_torch
-"$python" -m pip install -c constraints.txt -e ".[test,bench,plots]"
+"$python" -m pip install "$bytecode" -c constraints.txt -e ".[test,bench,plots]"
 printf '%s' "$wanted" >"$stamp"
 say "$("$python" -c 'import sys, torch; print(f"done: Python {sys.version.split()[0]}, torch {torch.__version__}")')"
