@@ -186,6 +186,8 @@ class Forward:
     ) -> tuple[Any, dict[str, Any]] | None:
         """Gathers the module's units: a call of the module begins. Returns the inputs if they were replaced."""
         units = self._units.get(module, ())
+        if (units or module in self._called) and self._units and not self._gatherer.unsharded_contexts:
+            _check_no_transform()
         if module in self._called:
             self._runs = self._called[module]
             self._end_interrupted()
@@ -488,3 +490,15 @@ class _ModuleCall:
             self._left.discard(number)
             if not self._left:
                 self.end_backward()
+
+
+def _check_no_transform() -> None:
+    """Raises ReleasedError within a ``torch.func`` transform that takes gradients: a gather writes to buckets there."""
+    kinds = torch._C._functorch.TransformType
+    for each in torch._C._functorch.get_interpreter_stack() or ():
+        if each.key() in (kinds.Grad, kinds.Jvp):
+            raise ReleasedError(
+                "put the call in `with optimizer.unsharded():`, which every rank must enter and leave: a module was "
+                f"called within torch.func's {each.key().name.lower()} (per-sample gradients, say), and its params lie "
+                "in slices (stage 3). They cannot be gathered there, as torch allows no write to memory in it."
+            )

@@ -16,17 +16,17 @@ from ..arguments import whole
 from ..config import Options
 from ..domain.bucket_plan import NO_MATRICES
 from ..optim.like import recipe
+from ..optim.optimizer import ShardedOptimizer
 from .cut import Cut
 from .need import Need
 from .plan_bytes import bytes_of, formula
 from .plan_layout import ModelLayout
 from .plan_traffic import moved_of, wire_of
+from .ways import Way
 
 if TYPE_CHECKING:
     from ..domain.param import Group
-    from ..optim.optimizer import ShardedOptimizer
     from ..rules import Rule
-    from .ways import Way
 
 
 def plan(
@@ -49,8 +49,16 @@ def plan(
             (activations, tokens, sums of partial results) are not counted.
 
     Raises:
-        TypeError, ValueError: no module, a model without params, no rank; ranks or a model that the cut cannot divide.
+        TypeError, ValueError: no module, no optimizer of shardopt's, no way, a model without params, no rank; ranks or
+            a model that the cut cannot divide.
     """
+    _check_optimizer(optimizer, is_instance=True)
+    if not isinstance(way, Way):
+        raise TypeError(f"way takes a Way, as Way(2, has_module=True, dtype=torch.bfloat16), found {way!r}.")
+    if cut is not None and not isinstance(cut, Cut):
+        raise TypeError(f"cut takes a Cut or None, found {cut!r}.")
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options takes shardopt's Options or None, found {options!r}.")
     return Planner(module, optimizer.rule, groups_for(module, optimizer), ranks, options, cut).need(way)
 
 
@@ -58,13 +66,22 @@ def groups_for(module: nn.Module, optimizer: ShardedOptimizer | type[ShardedOpti
     """Returns the param groups that an optimizer, or one of its class with default arguments, makes of a module.
 
     Raises:
-        TypeError: no module.
+        TypeError: no module, or no optimizer of shardopt's.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module takes an nn.Module, found {type(module).__name__}.")
+    _check_optimizer(optimizer)
     if isinstance(optimizer, type):
         return optimizer._groups_of(module, recipe(optimizer)[1], {})
     return optimizer._groups_of(module, optimizer.defaults, optimizer._given)
+
+
+def _check_optimizer(optimizer: object, is_instance: bool = False) -> None:
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, ShardedOptimizer) or (is_instance and kind is optimizer):
+        taken = "an instance of a class" if is_instance else "a class, or an instance,"
+        found = f"the class {kind.__qualname__}" if kind is optimizer else f"a {kind.__qualname__}"
+        raise TypeError(f"optimizer takes {taken} of shardopt's, such as ShardedAdamW(module), found {found}.")
 
 
 class Planner:

@@ -120,7 +120,7 @@ def verify(
     Raises:
         TypeError: an argument is of another type.
         ValueError: no batch, stage, way or step; a tolerance that is not a number from 0 on; a ``build`` whose models
-            differ; no torch class of that name.
+            differ; no torch class of that name; a loss of several elements, or one that depends on no param.
     """
     steps, tolerance = whole(steps, "steps", least=1), number(tolerance, "tolerance", least=0)
     tried = list(itertools.product(_ways(ways), _stages(stages)))
@@ -131,7 +131,7 @@ def verify(
     module = _built(build, first, start)
     del first
     wrapped = DistributedDataParallel(module) if dist.is_initialized() and dist.get_world_size() > 1 else module
-    theirs = make(list(module.parameters()), **copy.deepcopy(arguments))
+    theirs = _made(make, list(module.parameters()), copy.deepcopy(arguments))
 
     def trained(run: nn.Module, module: nn.Module, opt: torch.optim.Optimizer) -> Iterator[tuple[Values, float]]:
         """Takes the steps; yields the module's params after each, and the loss before it."""
@@ -145,9 +145,29 @@ def verify(
     for way, stage in tried:
         mine = _built(build, module, start)
         opt = optimizer(mine, stage=stage, **way, **copy.deepcopy(arguments))
+        if not isinstance(opt, ShardedOptimizer):
+            raise TypeError(f"optimizer must make an optimizer of shardopt's, found a {type(opt).__name__}.")
         found.append(_compare(stage, way, trained(mine, mine, opt), expected, start, tolerance))
         opt.close()
     return Verdict(tuple(found), tolerance)
+
+
+def _made(make: Make, params: list[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    """Returns torch's optimizer.
+
+    Raises:
+        TypeError: it takes no such arguments, or is none.
+    """
+    try:
+        made = make(params, **arguments)
+    except TypeError as error:
+        raise TypeError(
+            "give verify() its own keywords (steps=, loss=, ways= and so on), and those that both optimizers take "
+            f"(lr=, weight_decay=); those of shardopt alone go into ways=: {error}."
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"reference must return an optimizer of torch.optim, found {type(made).__name__}.")
+    return made
 
 
 def _stages(stages: Any) -> list[int]:
@@ -196,8 +216,12 @@ def _listed(values: Any, what: str) -> list[Any]:
 def _check_functions(build: object, optimizer: object, reference: object, loss: object) -> None:
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError(f"build takes a function that makes a model, found {type(build).__name__}.")
-    if not callable(optimizer):
-        raise TypeError(f"optimizer takes a class of shardopt's, found {type(optimizer).__name__}.")
+    is_foreign = isinstance(optimizer, type) and not issubclass(optimizer, ShardedOptimizer)
+    if is_foreign or not callable(optimizer):
+        found = getattr(optimizer, "__qualname__", type(optimizer).__name__)
+        raise TypeError(
+            f"optimizer takes a class of shardopt's, such as ShardedAdamW, found {found}. reference= takes torch's."
+        )
     for what, value in (("reference", reference), ("loss", loss)):
         if value is not None and not callable(value):
             raise TypeError(f"{what} takes a function or None, found {type(value).__name__}.")
@@ -276,6 +300,17 @@ def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss
     else:
         output = module(**batch) if isinstance(batch, dict) else module(batch)
         value = getattr(output, "loss", output)
+    _check_loss(value, "module(batch), or its .loss, without loss=" if loss is None else "loss(module, batch)")
     value.backward()
     optimizer.step()
     return float(value.detach())
+
+
+def _check_loss(value: object, what: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{what} must return the loss, a tensor of one element, found {type(value).__name__}.")
+    if value.numel() != 1 or not value.requires_grad:
+        raise ValueError(
+            f"{what} must return the loss, one element that depends on the params: found a shape of "
+            f"{tuple(value.shape)}{'' if value.requires_grad else ', detached from them'}."
+        )

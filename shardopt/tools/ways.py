@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from ..arguments import flag, number, whole, word
 from ..config import Options
 from ..option import choices_of, planned
 
@@ -44,6 +45,20 @@ class Way:
     release_gradients: bool = False
     sums_rest: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a field of another kind."""
+        whole(self.stage, "Way.stage", least=0, most=3)
+        for name in ("has_module", "release_gradients", "sums_rest"):
+            flag(getattr(self, name), f"Way.{name}")
+        if self.ema is not None:
+            number(self.ema, "Way.ema", least=0, below=1)
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"Way.dtype takes a torch.dtype, such as torch.bfloat16, found {self.dtype!r}.")
+        word(self.tier, "Way.tier", TIERS)
+        for field, _ in PLANNED:
+            if choices := choices_of(field.type):
+                word(getattr(self, field.name), f"Way.{field.name}", choices)
+
     @property
     def options(self) -> dict[str, Any]:
         """The fields of :class:`shardopt.config.Options` that differ from their defaults, but for stage and offload."""
@@ -62,8 +77,8 @@ class Way:
         parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
         given = self.options
         parts += [
-            f"{flag.label} {given[field.name]}" if choices_of(field.type) else flag.label
-            for field, flag in PLANNED
+            f"{words.label} {given[field.name]}" if choices_of(field.type) else words.label
+            for field, words in PLANNED
             if field.name in given
         ]
         parts += [f"on {self.tier}"] * (self.tier != "device")

@@ -262,6 +262,11 @@ def test_files_that_are_no_configs_are_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe{")
     with raises(ShardoptError, str(path), "is not JSON"):
         from_deepspeed_config(str(path), Net())
+    for wrong in (tmp_path, tmp_path / "missing.json"):
+        with raises(ShardoptError, "pass the path of a JSON file", str(wrong)):
+            from_deepspeed_config(wrong, Net())
+    with raises(ShardoptError, "an empty path"):
+        from_deepspeed_config("", Net())
     for wrong in (None, 3, ["ds.json"]):
         with raises(ShardoptError, "a dict, or the path of a JSON file", type(wrong).__name__):
             from_deepspeed_config(wrong, Net())  # type: ignore[arg-type]

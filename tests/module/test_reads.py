@@ -265,7 +265,18 @@ def outside() -> None:
         with raises(ReleasedError, "unsharded()"):
             read()
     x = data(0, 2, W)
+
+    def of_each_sample() -> dict[str, Tensor]:
+        def loss(params: dict[str, Tensor], sample: Tensor) -> Tensor:
+            return torch.func.functional_call(model, params, (sample,)).square().sum()
+
+        return torch.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
+
+    for transformed in (of_each_sample, lambda: torch.func.jvp(model, (x,), (x,))):
+        with raises(ReleasedError, "put the call in `with optimizer.unsharded():`", "torch.func"):
+            transformed()
     with opt.unsharded():
+        assert of_each_sample().keys() == dict(model.named_parameters()).keys()
         assert model.lm_head.weight.sum().isfinite()
         (found,) = torch.func.vjp(model, x)[1](torch.ones(2, 2 * W))
         with torch.no_grad():

@@ -297,6 +297,22 @@ def test_what_holds_no_params_is_not_planned() -> None:
             plan(module, ADAMW, 2, Way(1, True, torch.float32))  # type: ignore[arg-type]
 
 
+def test_what_is_no_optimizer_and_no_way_is_refused() -> None:
+    module = nn.Linear(4, 3)
+    for optimizer in (torch.optim.AdamW, torch.optim.AdamW(module.parameters()), "AdamW", type(ADAMW), None):
+        with pytest.raises(TypeError, match="optimizer takes an instance of a class of shardopt's"):
+            plan(module, optimizer, 2, Way(1, True, torch.float32))  # type: ignore[arg-type]
+    for field, value in (("dtype", "bf16"), ("dtype", 16), ("dtype", None), ("stage", None), ("stage", 4)):
+        with pytest.raises((TypeError, ValueError), match=rf"Way\.{field}"):
+            dataclasses.replace(Way(1, True, torch.float32), **{field: value})
+    for field in ("tier", "master", "has_module"):
+        with pytest.raises((TypeError, ValueError), match=rf"Way\.{field}"):
+            dataclasses.replace(Way(1, True, torch.float32), **{field: "fp7"})
+    for way in (None, "stage 1"):
+        with pytest.raises(TypeError, match="way takes a Way"):
+            plan(module, ADAMW, 2, way)  # type: ignore[arg-type]
+
+
 def test_sizes() -> None:
     for numel in (1, 300, 10_001, 10_000_000, 7_000_000_000):
         assert sum(param.numel() for param in transformer(numel).parameters()) == numel

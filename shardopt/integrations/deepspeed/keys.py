@@ -187,8 +187,12 @@ def _read(config: Any) -> tuple[str, Mapping[str, Any]]:
         return "the DeepSpeed config", config
     if not isinstance(config, str | Path):
         raise ShardoptError(f"pass a dict, or the path of a JSON file, as config; found a {type(config).__name__}.")
+    if not str(config):
+        raise ShardoptError("pass a dict, or the path of a JSON file, as config; found an empty path.")
     try:
         found = json.loads(Path(config).read_text(), object_pairs_hook=_no_duplicates)
+    except OSError as error:  # missing, a directory, not to be read
+        raise ShardoptError(f"pass the path of a JSON file as config: {config} cannot be read ({error}).") from error
     except (ValueError, RecursionError) as error:
         raise ShardoptError(f"correct {config}: it is not JSON that can be read ({error}).") from error
     if not isinstance(found, Mapping):
