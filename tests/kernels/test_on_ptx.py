@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from shardopt.config import Options
 from shardopt.domain.formats import formats_for
-from shardopt.kernels import triton_reductions, triton_step
+from shardopt.kernels import triton_reductions
 from shardopt.kernels.formats import (
     BF16,
     BF16_DITHERED,
@@ -176,34 +176,6 @@ def test_several_shards_at_a_time(compiling: Compiling) -> None:
     compiling(in_joined_shards)
 
 
-# -- programs of several warps -----------------------------------------------------------------------------------------
-
-
-def in_programs_of(blocks: int, warps: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (triton_step, triton_reductions):
-            patch.setattr(module, "NUM_WARPS", warps)
-        patch.setattr(triton_reductions, "BLOCKS_PER_PROGRAM", blocks)
-        shape = replace(NASTY, grads="special")
-        for formats in (KEPT[2], KEPT[6]):
-            check_step(shape, Spec(passes_of(ADAM_RULE.variant(ADAMW)), *formats), ADAMW, ADAM_RULE)
-        check_reductions(shape, FP32)
-        check_reductions(shape, BF16)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "warps"),
-    [
-        (2, 1),
-        pytest.param(4, 4, marks=needs_the_ptx_of_new_triton),
-        pytest.param(8, 4, marks=[needs_the_ptx_of_new_triton, pytest.mark.slow]),
-    ],
-)
-def test_programs_of_any_size(compiling: Compiling, blocks: int, warps: int) -> None:
-    """Launches take one warp; several exchange values through shared memory, between barriers."""
-    compiling(in_programs_of, blocks, warps)
-
-
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
@@ -225,3 +197,25 @@ def in_reductions(examples: int) -> set[str]:
 def test_reductions(compiling: Compiling, examples: int) -> None:
     """Sums of squares, largest magnitudes and counts of each block, and what they add up to for each param."""
     compiling(in_reductions, examples)
+
+
+def in_programs_of(blocks: int, warps: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_reductions, "BLOCKS_PER_PROGRAM", blocks)
+        patch.setattr(triton_reductions, "NUM_WARPS", warps)
+        shape = replace(NASTY, grads="special")
+        check_reductions(shape, FP32)
+        check_reductions(shape, BF16)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "warps"),
+    [
+        (2, 1),
+        pytest.param(4, 4, marks=needs_the_ptx_of_new_triton),
+        pytest.param(8, 4, marks=[needs_the_ptx_of_new_triton, pytest.mark.slow]),
+    ],
+)
+def test_sums_of_programs_of_any_size(compiling: Compiling, blocks: int, warps: int) -> None:
+    """Launches take one warp; several exchange values through shared memory, between barriers."""
+    compiling(in_programs_of, blocks, warps)

@@ -96,8 +96,8 @@ def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> Non
             *[products.data_ptr()][: spec.has_product],
             *(each.data_ptr() - first * each.element_size() for each in columns),
         )
-        for number, each in enumerate(sums):
-            native_backend.add_blocks(each, row_of_block, totals[number], first)
+        for index, each in enumerate(sums):
+            native_backend.add_blocks(each, row_of_block, totals[index], first)
         kept = list(zip(at[: len(own)], own, strict=True)) if part.writes_param else []
         pairs = zip(part.states, at[2:], spec.states, strict=False)
         kept += [(address, format) for name, address, format in pairs if name in part.written]
