@@ -207,7 +207,7 @@ def handed_over_before_ddp(stage: int, neighbours: bool) -> None:
 
 def plain_module(stage: int, neighbours: bool) -> None:
     """Rank 0's params and buffers for all; no_sync() and what follows it; a scheduler; closures."""
-    theirs, ours = wrapped(Net(), broadcast_buffers=False), Net(seed=dist.get_rank())
+    theirs, ours = wrapped(Net()), Net(seed=dist.get_rank())
     ours.norm.running_mean.add_(dist.get_rank())
     torch_opt = torch.optim.SGD([param for param in theirs.parameters() if param.requires_grad], **SGD)
     opt = ShardedSGD(ours, **SGD, stage=stage, tuning=tuning(neighbours))
@@ -231,6 +231,8 @@ def plain_module(stage: int, neighbours: bool) -> None:
                 each.step()
             schedule.step()
         torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+        for each in theirs.buffers():  # as DDP does in its next forward
+            dist.broadcast(each, 0)
         check_close(ours, theirs, opt)
     assert opt.param_groups[0]["lr"] == torch_opt.param_groups[0]["lr"] == SGD["lr"] / 16
     # Nothing reduced: at stage 1 no rank knows a mean.
@@ -476,7 +478,11 @@ def groups_in_mid_training(stage: int, neighbours: bool) -> None:
     theirs, ours = Growing(), Growing()
     torch_opt = torch.optim.AdamW([{"params": list(theirs.parameters())}], **ADAMW)
     opt = ShardedAdamW(
-        [{"params": list(ours.parameters())}], **ADAMW, module=ours, stage=stage, tuning=tuning(neighbours)
+        [{"params": list(ours.parameters())}],
+        **ADAMW,
+        module=ours,
+        stage=stage,
+        tuning=tuning(neighbours, broadcast_buffers=False),
     )
     model = wrapped(ours, broadcast_buffers=False) if neighbours else ours
     for step in range(8):
