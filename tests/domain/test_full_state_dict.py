@@ -120,9 +120,9 @@ def one_rank_alone() -> None:
         # torch steps an optimizer of empty state, which needs every rank: plain SGD has none after a step either.
         model, opt = trained(3, ShardedSGD)
         opt.zero_grad()
+        assert opt.state and len(opt.state) == 0
         if dist.get_rank() == 0:
             assert not get_optimizer_state_dict(model, opt, options=ON_RANK_0)["state"]
-        assert opt.state and len(opt.state) == 0
         train_step(model, opt, 1)
         opt.close()
 
