@@ -332,10 +332,10 @@ def test_an_interrupted_step_has_not_happened(tmp_path: Path) -> None:
         launches += 1
         if launches == 3:
             raise KeyboardInterrupt
-        step(*arguments)
+        run(*arguments)
 
-    step = native_backend.step
-    with patch.object(native_backend, "step", interrupt), pytest.raises(KeyboardInterrupt):
+    run = native_backend.run
+    with patch.object(native_backend, "run", interrupt), pytest.raises(KeyboardInterrupt):
         training.step(2)
     assert launches == 3 and training.bits() == before
 

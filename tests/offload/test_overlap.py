@@ -142,7 +142,7 @@ def test_a_step_writes_several_chunks_at_a_time(chunks: tuple[int, ...], tmp_pat
 def test_a_step_reads_ahead_updates_and_writes_behind_at_a_time(chunks: tuple[int, ...], tmp_path: Path) -> None:
     """Chunk 0 is being written and chunk 3 read while chunk 1 is updated."""
     optimizer, updates = momentum(tmp_path, *chunks), 0
-    update = native_backend.step
+    update = native_backend.run
     with meets(readers=range(3, 4), writers=range(1), others=1) as meeting:
 
         def meet(*arguments: Any) -> None:
@@ -152,7 +152,7 @@ def test_a_step_reads_ahead_updates_and_writes_behind_at_a_time(chunks: tuple[in
             updates += 1
             update(*arguments)
 
-        with patch.object(native_backend, "step", meet):
+        with patch.object(native_backend, "run", meet):
             step(optimizer)
     assert updates == CHUNKS
 

@@ -10,6 +10,7 @@ import torch
 from shardopt import Offload, ShardedAdamW, Tuning
 from shardopt.domain.relocate import relocate
 from shardopt.kernels import native_backend
+from shardopt.kernels.tables import Tables
 from shardopt.offload.host import HostStore
 from shardopt.offload.pinned import Pages
 from shardopt.offload.ring import SLOTS, RingStore
@@ -84,12 +85,12 @@ def test_no_chunk_takes_another_kernel(step: Any) -> None:
     """Triton compiles one for tables whose addresses are multiples of 16 bytes, and one for others, at their launch."""
     addresses: list[int] = []
 
-    def watched(spec: Any, streams: Any, gradients: Any, *rest: Any) -> None:
-        addresses.append(gradients.row_of_block.data_ptr())
-        launch(spec, streams, gradients, *rest)
+    def watched(spec: Any, number: int, streams: Any, tables: Tables) -> None:
+        addresses.append(tables.gradients.row_of_block.data_ptr())
+        launch(spec, number, streams, tables)
 
-    launch, params = native_backend.step, [torch.nn.Parameter(torch.zeros(5 * 256)) for _ in range(2)]
-    with as_on_a_gpu(AtOnce), patch.object(native_backend, "step", watched):
+    launch, params = native_backend.run, [torch.nn.Parameter(torch.zeros(5 * 256)) for _ in range(2)]
+    with as_on_a_gpu(AtOnce), patch.object(native_backend, "run", watched):
         optimizer = ShardedAdamW(params, offload=Offload(step=step), tuning=Tuning(chunk_bytes=1024))
         for _ in range(2):
             for param in params:

@@ -141,11 +141,11 @@ class Cells(nn.Module):
 def launches() -> Iterator[dict[str, Counter[int]]]:
     """By kernel: the shard, by the address of its params or of the table of its blocks -> how often."""
     found: dict[str, Counter[int]] = {"step": Counter(), "look": Counter()}
-    step, add_totals, count_nonfinite = native_backend.step, native_backend.add_totals, native_backend.count_nonfinite
+    run, add_totals, count_nonfinite = native_backend.run, native_backend.add_totals, native_backend.count_nonfinite
 
-    def steps(spec: Any, streams: Any, *arguments: Any) -> None:
+    def steps(spec: Any, number: int, streams: Any, tables: Any) -> None:
         found["step"][streams.param.data_ptr()] += 1
-        step(spec, streams, *arguments)
+        run(spec, number, streams, tables)
 
     def sums(grad: Any, gradients: Any, *arguments: Any) -> None:
         found["look"][gradients.row_of_block.data_ptr()] += 1
@@ -155,7 +155,7 @@ def launches() -> Iterator[dict[str, Counter[int]]]:
         found["look"][gradients.row_of_block.data_ptr()] += 1
         count_nonfinite(grad, gradients, count)
 
-    with patch.multiple(native_backend, step=steps, add_totals=sums, count_nonfinite=counts):
+    with patch.multiple(native_backend, run=steps, add_totals=sums, count_nonfinite=counts):
         yield found
 
 

@@ -347,7 +347,7 @@ def fails_in_the_update(neighbours: bool, group: dist.ProcessGroup | None = None
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    with patch.object(native_backend, "step", fail if dist.get_rank() == 0 else native_backend.step):
+    with patch.object(native_backend, "run", fail if dist.get_rank() == 0 else native_backend.run):
         first = outcome(optimizer.step)
     return [first, outcome(optimizer.step)]
 
