@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import graph
@@ -37,7 +37,8 @@ def begun(group: dist.ProcessGroup) -> int:
     found = 0
     for device in group._device_types:
         with suppress(RuntimeError):  # a backend that does not count
-            found += group._get_backend(device)._get_sequence_number_for_group()
+            backend: Any = group._get_backend(device)
+            found += backend._get_sequence_number_for_group()
     return found
 
 
