@@ -60,4 +60,6 @@ def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from plain_tensors(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor lists its mesh too
+            yield from plain_tensors(inner)
