@@ -79,7 +79,7 @@ class Turn:
         Test: test_handlers_on_all_ranks in tests/step/test_turns.py.
         """
         self.check(call)
-        if self._ranks().size > 1 and _is_in_signal_handler():
+        if _is_in_signal_handler() and self._ranks().size > 1:  # in this order: ranks that cannot be told can close
             raise StateError(
                 f"set a flag in the signal handler, and call {call} on every rank once step() has returned: a handler "
                 "runs at another point of the script on each rank, so messages of this call would meet those of "

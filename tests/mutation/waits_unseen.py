@@ -7,7 +7,7 @@ _NO_LOAD = "no scenario loads states, or gives them up, while copies of a step a
 
 _REASONS = {
     "partition.reducer": {
-        ("Reducer.deliver", "filling.buffer.mark()"): (
+        ("Reducer._deliver", "filling.buffer.mark()"): (
             "no scenario starts the reduction of a gradient that is its own buffer on another stream than its leaf's"
         ),
         ("Reducer.finish_late", "buffer.join()"): "autograd joins the streams of all leaves before it calls back",
@@ -34,6 +34,8 @@ _REASONS = {
     },
     "partition.comm.group": {
         ("Ranks.wait", "work.wait(deadline)"): "no scenario sets a timeout",
+        ("Ranks.broadcast_on_stream", "self.wait(pending)"): "no scenario has a module with buffers",
+        ("Ranks.broadcast_on_stream", "self.wait_on_stream(pending)"): "no scenario has a module with buffers",
     },
     "offload.ring": {
         ("RingStore.prefetch", "slot.mark = self._stored"): (

@@ -245,7 +245,7 @@ def prepared(given: dict[str, Any], _: Path) -> None:
 
 def verified(given: dict[str, Any], folder: Path) -> None:
     if "arguments" in given:  # both optimizers get them, and refuse what they do not know: torch's, which is first, ...
-        with pytest.raises(TypeError, match=r"^SGD\.__init__\(\) got .*'nobody'"):
+        with pytest.raises(TypeError, match=r"^give verify\(\) its own keywords .*: SGD\.__init__\(\) got .*'nobody'"):
             verified({"nobody": given["arguments"]}, folder)
         # ... and shardopt's, where torch's takes anything.
         takes_anything = {"reference": lambda params, **_: torch.optim.SGD(params)}
