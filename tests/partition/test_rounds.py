@@ -247,6 +247,8 @@ def unlucky(*_: Any) -> None:
 def zeroes_late(stage: int, zeroed: str, fails: bool) -> None:
     """Rank 0 gives a batch up and is at the next one before rank 1 comes to it. Both go on at the same batch.
 
+    Each rank keeps its buffers: shared, they hold rank 0's forward until rank 1 comes to its own, as under DDP.
+
     Args:
         zeroed: when rank 1 calls zero_grad(): "before" or "after" its forward.
         fails: rank 1's forward of this batch raises, too.
@@ -254,7 +256,7 @@ def zeroes_late(stage: int, zeroed: str, fails: bool) -> None:
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     model, reference = Net(), Net()
     opt, torch_opt = (
-        ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True)),
+        ShardedSGD(model, **SGD, stage=stage, tuning=tuning(True, broadcast_buffers=False)),
         torch.optim.SGD(reference.parameters(), **SGD),
     )
     train_step(model, opt, 0)
