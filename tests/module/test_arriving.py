@@ -78,10 +78,12 @@ def loss_of(model: nn.Module) -> Tensor:
     return loss
 
 
-def made(overlaps: bool = True, wrap: bool = False, stage: int = 2, **options: Any) -> tuple[nn.Module, ShardedSGD]:
+def made(
+    overlaps: bool = True, wrap: bool = False, stage: int = 2, shares_buffers: bool = True, **options: Any
+) -> tuple[nn.Module, ShardedSGD]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Model()) if wrap else Model()
-    tuning = Tuning(bucket_bytes=2200, neighbours=False, overlap_gather=overlaps)
+    tuning = Tuning(bucket_bytes=2200, neighbours=False, overlap_gather=overlaps, broadcast_buffers=shares_buffers)
     return model, ShardedSGD(model, lr=0.1, momentum=0.9, stage=stage, tuning=tuning, **options)
 
 
@@ -134,7 +136,8 @@ def holding(is_held: Callable[[int], bool]) -> Iterator[list[Held]]:
 def runs_ahead(stage: int, folder: Path) -> tuple[int, int, int]:
     """How many params were on their way after the step, when a block ran in the next forward, and after that."""
     moments, is_sender = Moments(folder), dist.get_rank() == 0
-    model, optimizer = made(stage=stage)
+    # Shared buffers would hold rank 1's forward until rank 0, which waits for that forward, begins its own.
+    model, optimizer = made(stage=stage, shares_buffers=False)
     backward(model, optimizer)
     last = optimizer.engine.domain.shards[0].window.number  # type: ignore[union-attr]
     with nothing_compiled(), holding(lambda number: is_sender and number == last) as held:
