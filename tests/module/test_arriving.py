@@ -294,8 +294,8 @@ def reads(folder: Path) -> dict[str, str]:
 
 def read_under_way(moments: Moments, read: Read, folder: Path) -> str:
     is_sender = dist.get_rank() == 0
-    twin, of_twin = made(overlaps=False)
-    model, optimizer = made(wrap=False)
+    twin, of_twin = made(overlaps=False, shares_buffers=False)
+    model, optimizer = made(shares_buffers=False)
     for each in ((twin, of_twin), (model, optimizer)):
         backward(*each)
     of_twin.step()
