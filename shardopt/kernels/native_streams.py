@@ -1,7 +1,7 @@
 """The text of a native kernel that loads and stores a shard's streams, by their formats.
 
 A state in 8 bits cannot be stored before its block's scale is known. So a loop over the block puts its new values on
-the stack and finds the largest; behind it stand the lines of ``scale``; the next loop reads the values back, and
+the stack and finds the largest; the lines of ``scale`` follow; the next loop reads the values back, and
 encodes them.
 """
 

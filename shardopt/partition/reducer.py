@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CommunicationError
 from ..profiler import label
 from ..tensors.strides import flattened
+from .comm.left import RankLeft
 from .comm.reduce_scatter import PHASE
 from .gradient_buckets import DeviceSum
 from .memory import return_free_pages, zeros
@@ -103,7 +103,7 @@ class Reducer:
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
-        self._left: CommunicationError | None = None  # another rank left this round, which ends with this error
+        self._left: RankLeft | None = None  # another rank left this round, which ends with this error
         self._sums = StreamUses(torch.device("cpu"))  # by the stream that opened the round
         self._started = self._started_across = 0
         self._completed: list[int] = []
@@ -202,13 +202,14 @@ class Reducer:
     def _until_left(self) -> Iterator[None]:
         """A context in mid-backward that keeps the error of a rank that left, which ``finish`` raises.
 
-        Raised here, it would take the place of the error by which this rank may be about to leave itself, and a script
-        that skips a batch after its own error would lose the rank. Test: test_own_errors_win in
-        tests/partition/test_own_errors.py.
+        A wait that failed is raised at once: the next one would only say that the group is not to be used. Test:
+        test_another_order_is_an_error_on_all_ranks in tests/partition/test_ranks_apart.py. The news that a rank left
+        would take the place of the error by which this rank may be about to leave itself, and a script that skips a
+        batch after its own error would lose the rank. Test: test_own_errors_win in tests/partition/test_own_errors.py.
         """
         try:
             yield
-        except CommunicationError as error:
+        except RankLeft as error:
             self._left = self._left or error
 
     def _deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:

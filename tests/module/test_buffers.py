@@ -189,7 +189,7 @@ def messages(stage: int, neighbours: bool) -> None:
 
 
 def goes_on_after_an_error(stage: int, neighbours: bool) -> None:
-    """On one rank, in a forward or behind it: its next batch then belongs to the others' present one."""
+    """On one rank, in a forward or after it: its next batch then goes with the others' present one."""
     model = Net()
     opt = ShardedSGD(model, stage=stage, tuning=tuning(neighbours, timeout=60), **SGD)
     for where in ("nowhere", "forward", "loss", "nowhere"):

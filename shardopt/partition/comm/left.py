@@ -28,15 +28,21 @@ _KINDS: tuple[type[Exception] | None, ...] = (
 )
 
 
+class RankLeft(CommunicationError):
+    """Another rank left the round by itself: no wait has failed, so the wires can be used on.
+
+    Raised by the name of its public base, see :func:`error_of`.
+    """
+
+
 def kind_of(error: BaseException | None) -> int:
     """Returns the number of an error's type."""
     return next((_KINDS.index(each) for each in type(error).__mro__ if each in _KINDS), 0)
 
 
 @functools.cache
-def error_of(kind: int) -> type[CommunicationError]:
+def error_of(kind: int) -> type[RankLeft]:
     """Returns the type of the error that other ranks raise: a CommunicationError, and of this kind."""
     base = _KINDS[kind] if 0 <= kind < len(_KINDS) else None
-    if base is None:
-        return CommunicationError
-    return type(CommunicationError.__name__, (CommunicationError, base), {"__module__": CommunicationError.__module__})
+    bases = (RankLeft,) if base is None else (RankLeft, base)
+    return type(CommunicationError.__name__, bases, {"__module__": CommunicationError.__module__})
