@@ -41,10 +41,9 @@ def restore(
         gradient_slice.divisor = about.divisor
         if gradient_slice.divisor != world_size:
             gradient_slice.divide()  # to a mean, so that a sum over another number of ranks can be added
-        norms = about.norms
-        if norms is not None:  # the format of the sum may be another one than in the checkpoint
-            norms = norms.over(1.0, entry.param.numel(), gradient_slice.rounded)
-        gradient_slice.norms = norms
+        gradient_slice.norms = about.norms
+        # Rounded: the format of the sum may be another one than in the checkpoint.
+        gradient_slice.table.divide([gradient_slice.row], 1.0)
         gradient_slice.is_used = False
         entry.show_gradient(GradientPart(gradient_slice, entry.param))
         gradient_slice.pending = own

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
-from ..tensors.gradient_slice import Norms
+from ..tensors.norm_table import Norms
 from .param_box import ParamBox
 from .typed_json import (
     Above0,

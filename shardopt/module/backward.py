@@ -30,6 +30,7 @@ from ..domain.agreement import agree_on
 from ..domain.turn import holding
 from ..errors import CommunicationError, ShardoptError
 from ..tensors.gradient_slice import GradientSlice
+from ..tensors.norm_table import NormTable
 from ..tensors.part import Part
 from ..tensors.pipelining import ZERO_BUBBLE
 from .closure import ClosureState
@@ -119,9 +120,9 @@ class Backward(RoundGradients):
 
     def attach(self, entries: Sequence[ParamRecord]) -> None:
         """Takes the gradients of params that were just bound, from now on."""
+        self._attach_slices(entries)
         for entry in entries:
             self.entries.append(entry)
-            self._attach_slice(entry)
             _note_unreduced(entry, is_early=True)
             if entry.outer is entry.param:
                 hook = call_while_alive(lambda me, entry, _: me.reduce_gradient(entry), self, entry)
@@ -130,7 +131,16 @@ class Backward(RoundGradients):
             self._hooks.append(entry.outer.register_post_accumulate_grad_hook(hook))
         self._number({entry.shard: None for entry in entries})
 
-    def _attach_slice(self, entry: ParamRecord) -> None:
+    def _attach_slices(self, entries: Sequence[ParamRecord]) -> None:
+        alike: dict[torch.dtype, list[ParamRecord]] = {}
+        for entry in entries:
+            alike.setdefault(entry.shard.gradient_sum.total.dtype, []).append(entry)
+        for dtype, some in alike.items():
+            table = NormTable(dtype, [entry.shard.bucket.layout.numels[entry.index] for entry in some])
+            for row, entry in enumerate(some):
+                self._attach_slice(entry, (table, row))
+
+    def _attach_slice(self, entry: ParamRecord, place: tuple[NormTable, int]) -> None:
         domain, shard = self._domain, entry.shard
         where, index, receive = (
             shard.slice_of(entry.index),
@@ -143,7 +153,7 @@ class Backward(RoundGradients):
 
         shared = domain.mesh.shard.size > 1
         entry.gradient_slice = GradientSlice(
-            shard.gradient_sum.total[where.local], where.start, receive, gather if shared else None
+            shard.gradient_sum.total[where.local], where.start, place, receive, gather if shared else None
         )
 
     def detach(self) -> None:

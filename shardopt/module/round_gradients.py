@@ -9,7 +9,7 @@ each param's norms, and ``param.grad`` becomes a part. When rounds begin and end
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ..kernels.reductions import norms_of_limbs
 from ..kernels.tables import Gradients, sent
 from ..partition.streams import last_used
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import GradientSlice, Norms
+from ..tensors.gradient_slice import GradientSlice, set_norms
 from ..tensors.unsharded_guard import keep_pattern
 from .gradient_report import GradientFlags, Report, ReportLayout
 from .gradient_totals import GradientTotals
@@ -270,18 +270,21 @@ class RoundGradients:
 
     def _show_gradients(self, report: Report) -> None:
         """Makes ``param.grad`` a part wherever any rank had a gradient."""
-        two, largest, counts = norms_of_limbs(report.limbs).tolist(), report.largest.tolist(), report.nonfinite.tolist()
+        two, largest, counts = norms_of_limbs(report.limbs), report.largest, report.nonfinite
         present, held = report.present.tolist(), report.held.tolist()
-        self.found_nonfinite = any(counts)
+        self.found_nonfinite = bool(counts.any())
+        measured = []
         for number, entry in enumerate(self.entries):
             gradient_slice = entry.gradient_slice
             if gradient_slice is None or not (present[number] or held[number]):
                 continue
             gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
             if self._stage is None or self._is_reduced(entry) or entry.shard.number in self._late_buckets:
-                gradient_slice.norms = Norms(two[number], gradient_slice.rounded(largest[number]), counts[number])
+                measured.append(number)
             if not held[number]:
                 entry.show_gradient(GradientPart(gradient_slice, entry.param))
+        slices = [cast(GradientSlice, self.entries[number].gradient_slice) for number in measured]
+        set_norms(slices, two[measured], largest[measured], counts[measured])
 
 
 def shown_slice(entry: ParamRecord) -> GradientSlice | None:

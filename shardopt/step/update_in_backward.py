@@ -102,7 +102,7 @@ class UpdateInBackward(Backward):
 
     # -- params ----------------------------------------------------------------------------------------------------
 
-    def _attach_slice(self, entry: ParamRecord) -> None:
+    def _attach_slices(self, entries: Sequence[ParamRecord]) -> None:
         """Does nothing: no gradient is ever shown."""
 
     def _measure_sums_of(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:

@@ -15,23 +15,25 @@ On a rank that holds the whole gradient, every operation that only reads works, 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
-from .gradient_slice import Norms, divide_
+from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
 from .part import Mask, Part, refusal, writes_to
 from .pipelining import is_called_by_pipeline
 
 if TYPE_CHECKING:
     from .gradient_slice import GradientSlice
+    from .norm_table import Norms
 
 aten = torch.ops.aten
 
@@ -168,7 +170,7 @@ class GradientPart(Part):
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None) -> Any:
         answer = _EARLY.get(function)
-        if answer is not None and arguments and isinstance(arguments[0], GradientPart):
+        if answer is not None and arguments and isinstance(arguments[0], (GradientPart, list)):
             found = answer(function, *arguments, **(keywords or {}))
             if found is not NotImplemented:
                 return found
@@ -193,11 +195,12 @@ class GradientPart(Part):
 _READ: MutableMapping[Tensor, tuple[int, Any, set[int]]] = WeakIdKeyDictionary()
 
 
-def _number(function: Any, operand: Any, gradient_slice: GradientSlice) -> Any:
-    """Returns a factor or divisor as a plain number.
+def _number(function: Any, operand: Any, slices: Sequence[GradientSlice]) -> Any:
+    """Returns a factor, a divisor or a bound as a plain number.
 
-    ``clip_grad_norm_`` multiplies every gradient by one tensor, and on a GPU each read of it waits for the device. So
-    it is read once, and again where it may have changed: a collective writes to it without a new version.
+    A script's own clipping multiplies one gradient after the other by one tensor, and on a GPU each read of it waits
+    for the device. So it is read once, and again where it may have changed: a collective writes to it without a new
+    version.
     """
     if not isinstance(operand, Tensor):
         return operand
@@ -205,22 +208,18 @@ def _number(function: Any, operand: Any, gradient_slice: GradientSlice) -> Any:
         raise _unwritable(function)
     if type(operand) is not Tensor or operand.is_inference():  # the latter counts no versions
         return operand.item()
-    version, number, slices = _READ.get(operand, (None, None, set()))
-    if version != operand._version or id(gradient_slice) in slices:
-        number, slices = operand.item(), set()
-        _READ[operand] = operand._version, number, slices
-    slices.add(id(gradient_slice))
+    version, number, known = _READ.get(operand, (None, None, set()))
+    ids = set(map(id, slices))
+    if version != operand._version or not known.isdisjoint(ids):
+        number, known = operand.item(), set()
+        _READ[operand] = operand._version, number, known
+    known |= ids
     return number
 
 
 def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
     gradient_slice = part.whole_slice()
-    factor = _number(function, other, gradient_slice)
-    gradient_slice.divide()
-    gradient_slice.total.mul_(factor)
-    gradient_slice.edits.append(["mul_", factor])
-    norms = gradient_slice.norms
-    gradient_slice.norms = norms and norms.times(factor, part.whole_numel, gradient_slice.rounded)
+    multiply([gradient_slice], _number(function, other, [gradient_slice]))
     return part
 
 
@@ -229,42 +228,35 @@ def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
     pending = gradient_slice.pending
     if pending is not None and not is_called_by_pipeline():
         gradient_slice = part.whole_slice()
-    divisor = _number(function, other, gradient_slice)
+    divisor = _number(function, other, [gradient_slice])
     if pending is not None:  # scale_grads() of a zero-bubble schedule
         gradient_slice.pending = pending / divisor
-    gradient_slice.divide()
-    divide_(gradient_slice.total, divisor)
-    gradient_slice.edits.append(["div_", divisor])
-    norms = gradient_slice.norms
-    gradient_slice.norms = norms and norms.over(divisor, part.whole_numel, gradient_slice.rounded)
+    divide([gradient_slice], divisor)
     return part
 
 
 def _negate(function: Any, part: GradientPart) -> GradientPart:
-    gradient_slice = part.whole_slice()
-    gradient_slice.total.neg_()
-    if gradient_slice.undivided is not None:
-        gradient_slice.undivided.neg_()
-    gradient_slice.edits.append(["neg_"])
+    negate([part.whole_slice()])
     return part
 
 
 def _zero(function: Any, part: GradientPart) -> GradientPart:
-    gradient_slice = part.live_slice()
-    gradient_slice.total.zero_()
-    gradient_slice.edits = [["zero_"]]
-    gradient_slice.pending = gradient_slice.undivided = None
-    gradient_slice.norms = Norms(0.0, 0.0, 0)
+    zero([part.live_slice()])
     return part
 
 
 def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any) -> GradientPart:
-    gradient_slice = part.whole_slice()
-    gradient_slice.divide()
-    function(gradient_slice.total, *bounds, **named_bounds)
-    gradient_slice.edits.append([function._schema.name.removeprefix("aten::"), *bounds, *named_bounds.values()])
-    gradient_slice.norms = None
+    clamp([part.whole_slice()], *bounds, **named_bounds)
     return part
+
+
+def _clamp_from_above(function: Any, part: GradientPart, high: Any) -> GradientPart:
+    _from_above([part.whole_slice()], high)
+    return part
+
+
+def _from_above(slices: Sequence[GradientSlice], high: float) -> None:
+    clamp(slices, high=high)
 
 
 def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float = 1) -> GradientPart:
@@ -282,35 +274,76 @@ def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float =
     return part
 
 
-def _each(name: str) -> Callable[..., None]:
-    """Returns the ``_foreach_`` form of a method, for lists of parts and plain tensors."""
+# -- lists in place ----------------------------------------------------------------------------------------------------
 
-    check = GradientPart.live_slice if name == "zero_" else GradientPart.whole_slice
+
+def _whole_slices(parts: Sequence[GradientPart]) -> list[GradientSlice]:
+    """Returns ``whole_slice()`` of each part: all or none, as an error in the middle would leave some changed."""
+    slices = [part.gradient_slice for part in parts]
+    for part, each in zip(parts, slices, strict=True):
+        if each.part is not part or each.pending is not None:  # an alias, or an error
+            part.whole_slice()
+    return slices
+
+
+def _apart(tensors: Sequence[Tensor]) -> tuple[list[GradientPart], list[Tensor]]:
+    """Returns the parts of a list, and the other tensors."""
+    kinds = {type(tensor) for tensor in tensors}
+    if kinds == {GradientPart}:
+        return cast(list[GradientPart], list(tensors)), []
+    return [each for each in tensors if isinstance(each, GradientPart)], [
+        each for each in tensors if not isinstance(each, GradientPart)
+    ]
+
+
+def _live_slices(parts: Sequence[GradientPart]) -> list[GradientSlice]:
+    return [part.live_slice() for part in parts]
+
+
+def _at_once(change: Callable[..., None], slices_of: Callable[..., list[GradientSlice]] = _whole_slices) -> Any:
+    """Returns the ``_foreach_`` form of a change by at most one number, for a list of parts and plain tensors."""
 
     def answer(function: Any, tensors: list[Tensor], *operand: Any) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, GradientPart):
-                check(tensor)  # first: an error in the middle would leave some tensors changed
-        of_each = zip(operand[0]) if operand and isinstance(operand[0], list) else itertools.repeat(operand)
-        for tensor, each in zip(tensors, of_each, strict=False):
-            getattr(tensor, name)(*each)
+        parts, plain = _apart(tensors)
+        slices = slices_of(parts)
+        if plain:
+            function(plain, *operand)
+        if slices:
+            change(slices, *(_number(function, each, slices) for each in operand))
+
+    return answer
+
+
+def _each(name: str) -> Callable[..., None]:
+    """Returns the ``_foreach_`` form of a method that takes another operand for each tensor."""
+
+    def answer(function: Any, tensors: list[Tensor], operands: list[Any]) -> None:
+        _whole_slices(_apart(tensors)[0])
+        for tensor, operand in zip(tensors, operands, strict=True):
+            getattr(tensor, name)(operand)
 
     return answer
 
 
 def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Unscales by ``inverse``; sets ``found_inf`` to 1 on every rank if any element on any rank is Inf or NaN."""
-    parts = [tensor for tensor in tensors if isinstance(tensor, GradientPart)]
-    counts = [_known(part).nonfinite if part.whole_slice().gather else None for part in parts]
-    plain = [tensor for tensor in tensors if not isinstance(tensor, GradientPart)]
+    parts, plain = _apart(tensors)
+    slices = _whole_slices(parts)
+    shared = [each for each in slices if each.gather is not None]
+    largest = norms_of(shared, math.inf)
+    if largest is None:
+        for part in parts:
+            if part.gradient_slice.gather is not None:
+                _known(part)
     if plain:
         function(plain, found_inf, inverse)
-    factor = inverse.item() if parts else 1.0  # once for all parts: on a GPU, each item() waits for the device
-    for part, count in zip(parts, counts, strict=True):
-        is_finite = part.gradient_slice.lend().isfinite().all() if count is None else count == 0
-        if part.gradient_slice.is_spoilt_elsewhere or not is_finite:
-            found_inf.fill_(1.0)
-        _multiply(function, part, factor)
+    # A rank that holds the whole gradient looks, and sees what the user wrote.
+    alone = [each.lend() for each in slices if each.gather is None]
+    is_spoilt = largest is None or bool(np.isnan(largest).any()) or any(each.is_spoilt_elsewhere for each in slices)
+    if is_spoilt or not all(each.isfinite().all() for each in alone):
+        found_inf.fill_(1.0)
+    if slices:
+        multiply(slices, inverse.item())  # once for all parts: on a GPU, each item() waits for the device
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -347,8 +380,19 @@ def _norm(
     return torch.scalar_tensor(value, dtype=dtype, device=part.device)
 
 
-def _foreach_norm(_: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+def _norms(function: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+    """Returns the norm of each of a list of parts and plain tensors: one upload for all parts."""
+    parts, plain = _apart(tensors)
+    values = None
+    if ord in (2, math.inf) and (dtype is None or dtype.is_floating_point):
+        values = norms_of(_whole_slices(parts), ord)
+    if values is None:
+        return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+    known = torch.from_numpy(values).to(dtype or torch.float32).to(parts[0].device).unbind()
+    if not plain:
+        return list(known)
+    of_parts, others = iter(known), iter(function(plain, ord, dtype=dtype))
+    return [next(of_parts if isinstance(tensor, GradientPart) else others) for tensor in tensors]
 
 
 def _is_finite(function: Any, part: GradientPart) -> Any:
@@ -444,14 +488,6 @@ def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any
     return function(part.shaped(part.gradient_slice.alias()).to(part.dtype), *arguments, **keywords)
 
 
-_IN_LISTS = {
-    "mul_": ("Scalar", "Tensor", "List", "ScalarList"),
-    "div_": ("Scalar", "Tensor", "List", "ScalarList"),
-    "neg_": ("default",),
-    "zero_": ("default",),
-    "clamp_min_": ("Scalar",),
-    "clamp_max_": ("Scalar",),
-}
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.mul_.Tensor: _multiply,
     aten.div_.Tensor: _divide,
@@ -459,11 +495,11 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.zero_.default: _zero,
     aten.clamp_.default: _clamp,
     aten.clamp_min_.default: _clamp,
-    aten.clamp_max_.default: _clamp,
+    aten.clamp_max_.default: _clamp_from_above,
     aten.add_.Tensor: _accumulate,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.linalg_vector_norm.default: _norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._foreach_norm.Scalar: _norms,
     aten.isfinite.default: _is_finite,
     aten.isinf.default: _is_inf_or_nan,
     aten.isnan.default: _is_inf_or_nan,
@@ -472,10 +508,18 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
-} | {
-    getattr(getattr(aten, f"_foreach_{name}"), overload): _each(name)
-    for name, overloads in _IN_LISTS.items()
-    for overload in overloads
+    aten._foreach_mul_.Scalar: _at_once(multiply),
+    aten._foreach_mul_.Tensor: _at_once(multiply),
+    aten._foreach_mul_.List: _each("mul_"),
+    aten._foreach_mul_.ScalarList: _each("mul_"),
+    aten._foreach_div_.Scalar: _at_once(divide),
+    aten._foreach_div_.Tensor: _at_once(divide),
+    aten._foreach_div_.List: _each("div_"),
+    aten._foreach_div_.ScalarList: _each("div_"),
+    aten._foreach_neg_.default: _at_once(negate),
+    aten._foreach_zero_.default: _at_once(zero, _live_slices),
+    aten._foreach_clamp_min_.Scalar: _at_once(clamp),
+    aten._foreach_clamp_max_.Scalar: _at_once(_from_above),
 }
 # Answered before __torch_dispatch__: functions that torch decomposes or refuses on the way there. Also the functions
 # that clipping calls for every part: the way to __torch_dispatch__ takes longer than the answer.
@@ -486,5 +530,10 @@ _EARLY: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: _to_host,
     Tensor.__array__: _to_host,
     torch.linalg.vector_norm: _norm,
+    torch._foreach_norm: _norms,
     Tensor.mul_: _multiply,
 }
+
+# As torch does for DTensors: else its clipping takes the way of one call for each gradient.
+if GradientPart not in _foreach_supported_types:
+    _foreach_supported_types.append(GradientPart)  # type: ignore[arg-type]

@@ -1,62 +1,16 @@
 """This rank's slice of one param's reduced gradient, and the norms of the whole gradient, which every rank knows."""
 
-import ctypes
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 import torch
 from torch import Tensor
 
-Rounding = Callable[[float], float]
-
-
-def fp32(number: float) -> float:
-    """Rounds to the nearest fp32 value, as kernels that scale do with a factor."""
-    return ctypes.c_float(number).value
-
-
-def bf16(number: float) -> float:
-    """Rounds to the nearest fp32 value and that to the nearest bf16 value, ties to even. The number must not be NaN."""
-    bits = ctypes.c_uint32.from_buffer(ctypes.c_float(number)).value
-    upper = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
-    return ctypes.c_float.from_buffer(ctypes.c_uint32(upper)).value
-
-
-_ROUNDINGS: dict[torch.dtype, Rounding] = {torch.float32: fp32, torch.bfloat16: bf16}
-
-
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """Norms of the whole mean gradient of one param, the same on all ranks.
-
-    After scaling, ``largest`` is exact to the bit, and ``two`` up to the rounding of the scaled elements.
-    """
-
-    two: float  # 2-norm of the finite elements
-    largest: float  # largest magnitude of the finite elements, a value that the slice can hold
-    nonfinite: int  # number of elements that are Inf or NaN
-
-    def times(self, factor: float, numel: int, rounded: Rounding) -> "Norms | None":
-        """Returns the norms after all ``numel`` elements were multiplied; None if finite elements overflowed."""
-        factor = abs(fp32(factor))
-        if not factor < math.inf:
-            return Norms(0.0, 0.0, numel)
-        return self._scaled(self.two * factor, rounded(self.largest * factor))
-
-    def over(self, divisor: float, numel: int, rounded: Rounding) -> "Norms | None":
-        """Returns the norms after all ``numel`` elements were divided; None if finite elements overflowed."""
-        divisor = abs(fp32(divisor))
-        if not divisor > 0:
-            return Norms(0.0, 0.0, numel)
-        return self._scaled(self.two / divisor, rounded(self.largest / divisor))
-
-    def _scaled(self, two: float, largest: float) -> "Norms | None":
-        # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
-        if largest == math.inf:
-            return None  # the number of elements that are infinite now is unknown
-        return Norms(two if largest else 0.0, largest, self.nonfinite)
+if TYPE_CHECKING:
+    from .norm_table import Array, Norms, NormTable
 
 
 class GradientSlice:
@@ -69,7 +23,7 @@ class GradientSlice:
         receive: takes a full local gradient that autograd adds to the part.
         gather: collective; returns the whole mean gradient (the param's shape), once every rank has divided its slice.
             None where this rank holds the whole gradient.
-        rounded: rounds a number to the dtype of ``total``.
+        table, row: where the norms of the whole gradient stand.
         divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
         undivided: the sum that ``total`` held before ``show_mean()`` divided it.
         part: the part that shows this gradient. Any other part of this slice is stale.
@@ -86,11 +40,12 @@ class GradientSlice:
         self,
         total: Tensor,
         start: int,
+        place: tuple[NormTable, int],
         receive: Callable[[Tensor], None],
         gather: Callable[[Tensor], Tensor] | None = None,
     ):
         self.total, self.start, self.receive, self.gather = total, start, receive, gather
-        self.rounded = _ROUNDINGS[total.dtype]
+        self.table, self.row = place
         self.divisor = 1
         self.undivided: Tensor | None = None
         self._undivided_by = 1  # the divisor that made the mean of it
@@ -100,7 +55,6 @@ class GradientSlice:
         self.pending: Tensor | None = None
         self.unreduced, self.was_early = 0, False
         self.is_spoilt_elsewhere = False
-        self._norms: Norms | None = None
         self._lent: Tensor | None = None
         self._lent_version = 0
         self._is_aliased = False
@@ -113,20 +67,21 @@ class GradientSlice:
     @property
     def norms(self) -> Norms | None:
         """Norms of the mean. None if they are not known: after clamping, an overflow, or a write to a lent tensor."""
-        return None if self.was_written else self._norms
+        return None if self.was_written else self.table[self.row]
 
     @norms.setter
     def norms(self, norms: Norms | None) -> None:
-        self._norms = norms
+        self.table[self.row] = norms
+        self.follow_writes()
+
+    def follow_writes(self) -> None:
+        """Records that the norms in the table are those of what the user may have written until now."""
         if self._lent is not None:
             self._lent_version = self._lent._version
 
     def divide(self) -> None:
         """Makes ``total`` the mean: divides once and rounds once, as a kernel that divides on reading does."""
-        self.undivided = None
-        if self.divisor != 1:
-            divide_(self.total, self.divisor)
-            self.divisor = 1
+        divide_all([self])
 
     def show_mean(self) -> None:
         """Makes ``total`` the mean for a reader, and keeps the sum: rounds and steps have the same bits as without."""
@@ -188,10 +143,147 @@ class GradientSlice:
         return self.total
 
 
-def divide_(tensor: Tensor, divisor: float) -> None:
-    """Divides in place by IEEE division in fp32, and rounds once.
+# -- many gradients at once --------------------------------------------------------------------------------------------
 
-    With a divisor in host memory, torch's CUDA kernel would multiply by the reciprocal.
+
+def divide_all(slices: Sequence[GradientSlice]) -> None:
+    """Makes the totals of these slices their means."""
+    for each in slices:
+        each.undivided = None
+    for divisor in {each.divisor for each in slices} - {1}:
+        some = [each for each in slices if each.divisor == divisor]
+        for totals in _totals_by_dtype(some):
+            _divide(totals, divisor)
+        for each in some:
+            each.divisor = 1
+
+
+def multiply(slices: Sequence[GradientSlice], factor: float) -> None:
+    """Multiplies the means by one number."""
+    divide_all(slices)
+    for totals in _totals_by_dtype(slices):
+        if totals[0].dtype is torch.bfloat16 and totals[0].device.type == "cpu":
+            for total in totals:  # the form for lists rounds the factor to bf16 first
+                total.mul_(factor)
+        else:
+            torch._foreach_mul_(totals, factor)
+    for table, rows in _edited(slices, ["mul_", factor]):
+        table.multiply(rows, factor)
+
+
+def divide(slices: Sequence[GradientSlice], divisor: float) -> None:
+    """Divides the means by one number."""
+    divide_all(slices)
+    for totals in _totals_by_dtype(slices):
+        _divide(totals, divisor)
+    for table, rows in _edited(slices, ["div_", divisor]):
+        table.divide(rows, divisor)
+
+
+def negate(slices: Sequence[GradientSlice]) -> None:
+    """Negates the means, which changes no norm."""
+    torch._foreach_neg_([each.total for each in slices])
+    undivided = [each.undivided for each in slices if each.undivided is not None]
+    if undivided:
+        torch._foreach_neg_(undivided)
+    for each in slices:
+        each.edits.append(["neg_"])
+
+
+def zero(slices: Sequence[GradientSlice]) -> None:
+    """Zeroes the gradients, and forgets what was not reduced yet."""
+    torch._foreach_zero_([each.total for each in slices])
+    for each in slices:
+        each.edits, each.pending, each.undivided = [], None, None
+    for table, rows in _edited(slices, ["zero_"], follows=True):
+        table.zero(rows)
+
+
+def clamp(slices: Sequence[GradientSlice], low: float | None = None, high: float | None = None) -> None:
+    """Clamps the means. Their norms are not known afterwards."""
+    divide_all(slices)
+    totals = [each.total for each in slices]
+    for name, function, bound in (
+        ("clamp_min_", torch._foreach_clamp_min_, low),
+        ("clamp_max_", torch._foreach_clamp_max_, high),
+    ):
+        if bound is not None:
+            function(totals, bound)
+            for table, rows in _edited(slices, [name, bound]):
+                table.forget(rows)
+
+
+def set_norms(slices: Sequence[GradientSlice], two: Array, largest: Array, nonfinite: Array) -> None:
+    """Sets the norms of new means: 1D [slices] each. ``largest`` is rounded as the slices are."""
+    for table, (places, rows) in _by_table(slices).items():
+        table.fill(rows, two[places], largest[places], nonfinite[places])
+    for each in slices:
+        if each._lent is not None:
+            each.follow_writes()
+
+
+def norms_of(slices: Sequence[GradientSlice], order: float) -> Array | None:
+    """Returns the norms of order 2 or inf of these means, 1D float64: NaN where an element is Inf or NaN.
+
+    None if one of them is not known.
     """
-    # The divisor is 1D: torch would round a 0-d divisor to bf16 before it divides a bf16 tensor.
-    tensor.div_(divisor if tensor.device.type == "cpu" else torch.full((1,), divisor, device=tensor.device))
+    found = np.empty(len(slices))
+    for table, (places, rows) in _by_table(slices).items():
+        if not table.known[rows].all():
+            return None
+        column = table.two if order == 2 else table.largest
+        found[places] = np.where(table.nonfinite[rows] > 0, np.nan, column[rows])
+    return None if _written(slices) else found
+
+
+def _edited(
+    slices: Sequence[GradientSlice], edit: list[Any], follows: bool = False
+) -> Iterator[tuple[NormTable, list[int]]]:
+    """Notes an edit of these slices. Yields the rows of their norms, by table.
+
+    Args:
+        follows: the norms that the caller writes are those of all elements, whoever wrote them before.
+    """
+    for each in slices:
+        each.edits += (edit,)
+    for each in _written(slices):
+        if follows:
+            each.follow_writes()
+        else:
+            each.norms = None
+    for table, (_, rows) in _by_table(slices).items():
+        yield table, rows
+
+
+def _written(slices: Sequence[GradientSlice]) -> list[GradientSlice]:
+    """Returns those to which the user may have written single elements."""
+    return [each for each in slices if (each._lent is not None or each._is_aliased) and each.was_written]
+
+
+def _by_table(slices: Sequence[GradientSlice]) -> dict[NormTable, tuple[list[int], list[int]]]:
+    """Returns, by table, the indices in ``slices`` of those whose norms it holds, and their rows."""
+    found: dict[NormTable, tuple[list[int], list[int]]] = {}
+    for table in {each.table: None for each in slices}:
+        places = [place for place, each in enumerate(slices) if each.table is table]
+        found[table] = places, [slices[place].row for place in places]
+    return found
+
+
+def _totals_by_dtype(slices: Sequence[GradientSlice]) -> Iterator[list[Tensor]]:
+    totals = [each.total for each in slices]
+    for dtype in {total.dtype: None for total in totals}:
+        yield [total for total in totals if total.dtype is dtype]
+
+
+def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divides tensors of one dtype by IEEE division in fp32, in place, and rounds once.
+
+    torch's CUDA kernel for one tensor and a divisor in host memory multiplies by the reciprocal. That for lists
+    divides, and does not round the divisor to bf16.
+    """
+    torch._foreach_div_(list(tensors), divisor)
+
+
+def divide_(tensor: Tensor, divisor: float) -> None:
+    """Divides in place by IEEE division in fp32, and rounds once."""
+    _divide([tensor], divisor)

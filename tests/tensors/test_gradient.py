@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardopt import StateError
 from shardopt.tensors.gradient import GradientPart
-from shardopt.tensors.gradient_slice import GradientSlice, Norms
+from shardopt.tensors.gradient_slice import GradientSlice
+from shardopt.tensors.norm_table import Norms, NormTable
 from shardopt.tensors.part import Part
 from tests.support.training import raises, raw
 
@@ -84,6 +85,7 @@ class World:
         # One buffer a rank, as in a shard. What lies between two slices must never be read.
         numel = sum(total.numel() + 1 for total in sums)
         self.buffers, self.used = torch.full((size, numel), math.nan, dtype=kept), [0] * size
+        self.tables = [NormTable(kept, [total.numel() for total in sums]) for _ in self.ranks]
         for index, (param, total) in enumerate(zip(like, sums, strict=True)):
             self.whole.append(Parameter(torch.zeros_like(param, dtype=FP32)))
             total = total.to(kept).float()
@@ -106,7 +108,8 @@ class World:
             memory = self.buffers[rank][self.used[rank] : self.used[rank] + end - start]
             self.used[rank] += end - start + 1
             memory.copy_(flat(total)[start:end])
-            gradient_slice = GradientSlice(memory, start, self.received.append, gather if len(self.ranks) > 1 else None)
+            shared = gather if len(self.ranks) > 1 else None
+            gradient_slice = GradientSlice(memory, start, (self.tables[rank], index), self.received.append, shared)
             gradient_slice.divisor, gradient_slice.norms = DIVISOR, norms_of(mean)
             self.ranks[rank][index].grad = GradientPart(gradient_slice, self.ranks[rank][index])
             slices.append(gradient_slice)

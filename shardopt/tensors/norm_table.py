@@ -1,0 +1,120 @@
+"""The norms of the mean gradients of many params, the same on all ranks: a table with a row for each param.
+
+Clipping, unscaling and zeroing change all rows by the same factor, so they do it to whole columns.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Array = np.ndarray[Any, Any]
+Rounding = Callable[[Array], Array]
+
+
+def fp32(number: float) -> float:
+    """Rounds to the nearest fp32 value, as kernels that scale do with a factor."""
+    return ctypes.c_float(number).value
+
+
+def _to_fp32(numbers: Array) -> Array:
+    """Rounds float64 to the nearest fp32 values; too large ones to infinity."""
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float32).astype(np.float64)
+
+
+def _to_bf16(numbers: Array) -> Array:
+    """Rounds float64 to the nearest fp32 values and those to the nearest bf16 values, ties to even. None may be NaN."""
+    bits = _to_fp32(numbers).astype(np.float32).view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+_ROUNDINGS: dict[torch.dtype, Rounding] = {torch.float32: _to_fp32, torch.bfloat16: _to_bf16}
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Norms of the whole mean gradient of one param, the same on all ranks: a row of the table.
+
+    After scaling, ``largest`` is exact to the bit, and ``two`` up to the rounding of the scaled elements.
+    """
+
+    two: float  # 2-norm of the finite elements
+    largest: float  # largest magnitude of the finite elements, a value that the slice can hold
+    nonfinite: int  # number of elements that are Inf or NaN
+
+
+class NormTable:
+    """The norms of the gradients of params whose slices have one dtype.
+
+    Attributes:
+        two, largest: 1D [rows] float64, as in :class:`Norms`.
+        nonfinite: 1D [rows] int64, as in :class:`Norms`.
+        known: 1D [rows] bool: False after clamping, an overflow, or a write to a lent tensor.
+    """
+
+    def __init__(self, dtype: torch.dtype, numels: Sequence[int]):
+        """
+        Args:
+            dtype: of the slices.
+            numels: by row, elements of the whole gradient.
+        """
+        self._rounded = _ROUNDINGS[dtype]
+        self._numels = np.array(numels, np.int64)
+        rows = len(self._numels)
+        self.two, self.largest, self.nonfinite = np.zeros(rows), np.zeros(rows), np.zeros(rows, np.int64)
+        self.known = np.zeros(rows, bool)
+
+    def __getitem__(self, row: int) -> Norms | None:
+        if not self.known[row]:
+            return None
+        return Norms(float(self.two[row]), float(self.largest[row]), int(self.nonfinite[row]))
+
+    def __setitem__(self, row: int, norms: Norms | None) -> None:
+        self.known[row] = norms is not None
+        if norms is not None:
+            self.two[row], self.largest[row], self.nonfinite[row] = norms.two, norms.largest, norms.nonfinite
+
+    def fill(self, rows: Sequence[int], two: Array, largest: Array, nonfinite: Array) -> None:
+        """Sets the norms of new gradients; ``largest`` is rounded as the slices are."""
+        self.two[rows], self.largest[rows], self.nonfinite[rows] = two, self._rounded(largest), nonfinite
+        self.known[rows] = True
+
+    def multiply(self, rows: Sequence[int], factor: float) -> None:
+        """Sets the norms to those after all elements were multiplied; unknown where finite elements overflowed."""
+        factor = abs(fp32(factor))
+        if factor < math.inf:
+            # Products and quotients of fp32 values, rounded twice by way of float64, are those rounded once.
+            self._set(rows, self.two[rows] * factor, self._rounded(self.largest[rows] * factor))
+        else:
+            self._spoil(rows)
+
+    def divide(self, rows: Sequence[int], divisor: float) -> None:
+        """Sets the norms to those after all elements were divided; unknown where finite elements overflowed."""
+        divisor = abs(fp32(divisor))
+        if divisor > 0:
+            self._set(rows, self.two[rows] / divisor, self._rounded(self.largest[rows] / divisor))
+        else:
+            self._spoil(rows)
+
+    def zero(self, rows: Sequence[int]) -> None:
+        """Sets the norms to those of zeros."""
+        self.two[rows], self.largest[rows], self.nonfinite[rows], self.known[rows] = 0.0, 0.0, 0, True
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Norms are not known any more."""
+        self.known[rows] = False
+
+    def _set(self, rows: Sequence[int], two: Array, largest: Array) -> None:
+        is_known = largest < np.inf  # else the number of elements that are infinite now is unknown
+        self.known[rows] &= is_known
+        self.two[rows] = np.where(is_known & (largest > 0), two, 0.0)
+        self.largest[rows] = np.where(is_known, largest, 0.0)
+
+    def _spoil(self, rows: Sequence[int]) -> None:
+        """All elements are Inf or NaN."""
+        self.two[rows], self.largest[rows], self.nonfinite[rows] = 0.0, 0.0, self._numels[rows]
