@@ -201,6 +201,11 @@ class Shard:
         """The strides of the bucket's param ``index``."""
         return self._strides[index]
 
+    @property
+    def all_strides(self) -> Sequence[tuple[int, ...]]:
+        """The strides of each of the bucket's params."""
+        return self._strides
+
     def ordered(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of the bucket's param ``index``, its memory in the param's storage order."""
         return in_storage_order(grad, self._strides[index])

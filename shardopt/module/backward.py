@@ -33,6 +33,7 @@ from ..tensors.gradient_slice import GradientSlice
 from ..tensors.norm_table import NormTable
 from ..tensors.part import Part
 from ..tensors.pipelining import ZERO_BUBBLE
+from .arrivals import Arrivals
 from .closure import ClosureState
 from .gradient_totals import GradientTotals
 from .hooks import call_while_alive
@@ -41,6 +42,7 @@ from .round_gradients import RoundGradients, shown_slice
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
+    from ..domain.shard import Shard
     from ..domain.turn import Turn
 
 
@@ -121,15 +123,15 @@ class Backward(RoundGradients):
     def attach(self, entries: Sequence[ParamRecord]) -> None:
         """Takes the gradients of params that were just bound, from now on."""
         self._attach_slices(entries)
+        by_shard: dict[Shard, list[ParamRecord]] = {}
         for entry in entries:
             self.entries.append(entry)
             _note_unreduced(entry, is_early=True)
-            if entry.outer is entry.param:
-                hook = call_while_alive(lambda me, entry, _: me.reduce_gradient(entry), self, entry)
-            else:
-                hook = call_while_alive(lambda me, entry, _: me.reduce_dtensor_gradient(entry), self, entry)
-            self._hooks.append(entry.outer.register_post_accumulate_grad_hook(hook))
-        self._number({entry.shard: None for entry in entries})
+            by_shard.setdefault(entry.shard, []).append(entry)
+        for shard, some in by_shard.items():
+            self._arrivals[shard] = Arrivals(self, shard, some, self._domain.shards_params)
+            self._hooks += self._arrivals[shard].attach()
+        self._number(by_shard)
 
     def _attach_slices(self, entries: Sequence[ParamRecord]) -> None:
         alike: dict[torch.dtype, list[ParamRecord]] = {}
@@ -166,7 +168,8 @@ class Backward(RoundGradients):
             if isinstance(entry.grad, Part):
                 entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
-        self._hooks, self.entries, self._totals, self._staged = [], [], GradientTotals(), {}
+        self._hooks, self.entries, self._totals = [], [], GradientTotals()
+        self._staged, self._arrivals, self._numbers = {}, {}, {}
         self.is_syncing = False  # the user may still run backward through an older graph
 
     # -- a round ---------------------------------------------------------------------------------------------------
@@ -228,6 +231,8 @@ class Backward(RoundGradients):
         self._reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
         self._lost = reason
         self.on_end(False)
+        for arrivals in self._arrivals.values():
+            arrivals.abandon()
         for gradient_slice in self._slices:  # its sum may hold a part of the lost round
             gradient_slice.part = None
 
@@ -408,6 +413,9 @@ class Backward(RoundGradients):
         if not self.is_open:
             return
         found = [entries[param] for name in units for param in self.units[name] if param in entries]
+        for shard in {entry.shard: None for entry in found}:
+            if self._arrivals[shard].missing:
+                self._hand_over(self._arrivals[shard])
         # A list: each of them is passed over.
         if any([self._reducer.pass_over(entry.shard.number, entry.index) for entry in found]):
             self._reducer.start_completed()
@@ -423,27 +431,24 @@ class Backward(RoundGradients):
             # until a later backward: without a copy, a write to the other param's gradient would change it.
             gradient_slice.pending = grad.detach() if self.lead.is_syncing else grad.detach().clone()
 
-    def reduce_dtensor_gradient(self, entry: ParamRecord) -> None:
-        """Takes the gradient of a DTensor param: its local tensor, placed as the param, is reduced."""
-        try:
-            entry.place_gradient()
-        except BaseException as error:
-            if self.lead.is_open:
-                self.lead.abandon(f"{type(error).__name__}: {error}")
-            raise
-        self.reduce_gradient(entry)
-
     @holding("backward()")
     def reduce_gradient(self, entry: ParamRecord) -> None:
         """Takes the gradient of a param that autograd has just accumulated."""
         lead = self.lead
-        if not lead.is_syncing:
-            _note_unreduced(entry, is_early=False)
-            return
         try:
+            if entry.outer is not entry.param:  # a DTensor, whose local gradient is placed as the param
+                entry.place_gradient()
+            if not lead.is_syncing:
+                _note_unreduced(entry, is_early=False)
+                return
             if not self.is_open:
                 lead.open_round()
-            self._deliver(entry)
+            arrivals = self._arrivals[entry.shard]
+            if not arrivals.rests(entry):
+                self._check_here(entry)
+                self._deliver(entry)
+            if arrivals.count():
+                self._hand_over(arrivals)
         except BaseException as error:
             if lead.is_open:
                 lead.abandon(f"{type(error).__name__}: {error}")

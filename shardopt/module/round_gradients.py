@@ -9,7 +9,7 @@ each param's norms, and ``param.grad`` becomes a part. When rounds begin and end
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from ..domain.host_sum import HostSum
 from ..errors import CommunicationError, DisagreementError, ShardoptError
 from ..kernels.reductions import norms_of_limbs
 from ..kernels.tables import Gradients, sent
-from ..partition.streams import last_used
+from ..partition.streams import last_used, on_stream
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, set_norms
 from ..tensors.unsharded_guard import keep_pattern
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..partition.reducer import Reducer
+    from .arrivals import Arrivals
 
 _REPORTING = "telling norms of gradients"
 
@@ -63,6 +64,8 @@ class RoundGradients:
         """
         self._domain = domain
         self.entries: list[ParamRecord] = []
+        self._arrivals: dict[Shard, Arrivals] = {}
+        self._numbers: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [params]: the numbers of a bucket's params
         self._totals = GradientTotals()
         # The kernels' tables for sums that are copied to host memory, by their address on the device.
         self._staged: dict[tuple[Shard, int], Gradients] = {}
@@ -92,9 +95,10 @@ class RoundGradients:
     def _number(self, shards: Iterable[Shard]) -> None:
         """Gives numbers to all params anew; these shards are new."""
         for shard in shards:
-            numbers = {entry.index: number for number, entry in enumerate(self.entries) if entry.shard is shard}
+            indices = {entry.index: number for number, entry in enumerate(self.entries) if entry.shard is shard}
+            self._numbers[shard] = np.array([indices[index] for index in range(len(indices))], dtype=np.int64)
             # 1D [pieces]: the number of each piece's entry.
-            self._measure_sums_of(shard, np.array([numbers[piece.param] for piece in shard.pieces], dtype=np.int64))
+            self._measure_sums_of(shard, np.array([indices[piece.param] for piece in shard.pieces], dtype=np.int64))
         mesh = self._domain.mesh
         where = [(entry.shard.bucket.layout, entry.index) for entry in self.entries]
         self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
@@ -117,29 +121,46 @@ class RoundGradients:
         held: list[set[int]] = [set() for _ in self._reducer.buckets]
         absent: list[set[int]] = [set() for _ in self._reducer.buckets]
         for entry in self.entries:
-            grad, gradient_slice = entry.grad, entry.gradient_slice
+            gradient_slice = entry.gradient_slice
             if not entry.outer.requires_grad:
                 absent[entry.shard.number].add(entry.index)
             if gradient_slice is None:
                 continue
             gradient_slice.edits = []
-            if not gradient_slice.shows_in(grad):
+            if entry.outer.grad is None or not gradient_slice.shows_in(entry.grad):
                 gradient_slice.pending = gradient_slice.undivided = None
                 continue
             held[entry.shard.number].add(entry.index)
             # The user may have read or scaled the mean since.
-            read = gradient_slice.restore_sum(self._divisor)
-            if read is not None:
-                last_used(read)  # the stream of the first hook is not the one that allocated it
+            if gradient_slice.divisor != self._divisor:
+                read = gradient_slice.restore_sum(self._divisor)
+                if read is not None:
+                    last_used(read)  # the stream of the first hook is not the one that allocated it
         self._reducer.start_round(held, absent, self._stage)
+        for arrivals in self._arrivals.values():
+            arrivals.begin(self._reducer.num_awaited(arrivals.shard.number))
         self._late_buckets = frozenset()
 
     def _is_reduced(self, entry: ParamRecord) -> bool:
         """True if this round reduces the gradient of a param."""
         return self._reducer.reduces(entry.shard.number, self._stage)
 
-    def _deliver(self, entry: ParamRecord) -> None:
-        gathered, gradient_slice = entry.shard.gathered, shown_slice(entry)
+    def _hand_over(self, arrivals: Arrivals) -> None:
+        """Delivers the gradients of a bucket that rest, and counts those that are still missing."""
+        grads, number = arrivals.take(), arrivals.shard.number
+        if grads is None:
+            with on_stream(arrivals.stream):
+                for entry in arrivals.entries:
+                    if entry.outer.grad is not None and (shown_slice(entry) is None or _is_pending(entry)):
+                        self._deliver(entry)
+        elif grads:
+            with on_stream(arrivals.stream):
+                self._reducer.deliver(number, grads, arrivals.shard.all_strides)
+        arrivals.missing = self._reducer.num_awaited(number)
+
+    def _check_here(self, entry: ParamRecord) -> None:
+        """Raises ShardoptError if a gradient arrives of a param whose values were released."""
+        gathered = entry.shard.gathered
         if gathered is not None and not gathered.unit.is_here and torch._C._current_graph_task_id() != -1:
             raise ShardoptError(
                 "return from a module's forward every tensor that others use (an auxiliary loss kept as an attribute, "
@@ -147,7 +168,10 @@ class RoundGradients:
                 f"param stays whole: {entry.name} got a gradient while its values were released, so backward may have "
                 "read memory that was freed."
             )
-        grad = entry.grad
+
+    def _deliver(self, entry: ParamRecord) -> None:
+        """Delivers the gradient of one param."""
+        grad, gradient_slice = entry.grad, shown_slice(entry)
         if gradient_slice is not None:
             grad, gradient_slice.pending = gradient_slice.pending, None
         else:
@@ -159,7 +183,7 @@ class RoundGradients:
                 f"module to DDP: the gradient of {entry.name} is sparse ({grad.layout}), and only dense ones are "
                 "reduced."
             )
-        self._reducer.deliver(entry.shard.number, entry.index, grad.detach(), entry.shard.strides(entry.index))
+        self._reducer.deliver(entry.shard.number, {entry.index: grad}, entry.shard.all_strides)
 
     def _reduce_late(self, numbers: Collection[int]) -> None:
         if not all(self._reducer.reduces(number, self._stage) for number in numbers):
@@ -178,9 +202,11 @@ class RoundGradients:
             if not reducer.is_reduced:
                 raise
             self._sum_error = error  # the other ranks have their sums, and wait for this rank's report
-        where = [(entry.shard.number, entry.index) for entry in self.entries]
-        present = np.array([reducer.has_arrived(*each) for each in where], dtype=bool)
-        return GradientFlags(present, held, late=np.array([reducer.is_late(*each) for each in where], dtype=bool))
+        present, late = np.zeros(len(self.entries), dtype=bool), np.zeros(len(self.entries), dtype=bool)
+        for shard, numbers in self._numbers.items():
+            present[numbers] = reducer.arrived(shard.number)
+            late[numbers] = reducer.late(shard.number)
+        return GradientFlags(present, held, late)
 
     def _deliver_rest(self) -> np.ndarray[Any, Any]:
         """Delivers the gradients of no_sync() that this backward did not touch.
@@ -189,11 +215,15 @@ class RoundGradients:
             1D [entries] bool: True for params that showed a sum of earlier rounds.
         """
         held = np.zeros(len(self.entries), dtype=bool)
+        for arrivals in self._arrivals.values():
+            if arrivals.missing:
+                self._hand_over(arrivals)
+            arrivals.missing = 0
         for number, entry in enumerate(self.entries):
-            gradient_slice = entry.gradient_slice
+            if entry.outer.grad is None:
+                continue
             held[number] = shown_slice(entry) is not None
-            is_pending = gradient_slice is not None and gradient_slice.pending is not None
-            if (is_pending or (entry.outer.grad is not None and not held[number])) and self._is_reduced(entry):
+            if (_is_pending(entry) or not held[number]) and self._is_reduced(entry):
                 if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
                     entry.place_gradient()
                 self._deliver(entry)
@@ -271,20 +301,34 @@ class RoundGradients:
     def _show_gradients(self, report: Report) -> None:
         """Makes ``param.grad`` a part wherever any rank had a gradient."""
         two, largest, counts = norms_of_limbs(report.limbs), report.largest, report.nonfinite
-        present, held = report.present.tolist(), report.held.tolist()
         self.found_nonfinite = bool(counts.any())
-        measured = []
-        for number, entry in enumerate(self.entries):
+        shown = np.flatnonzero(report.present | report.held)
+        measured = np.zeros(len(self.entries), dtype=bool)
+        for arrivals in self._arrivals.values():
+            number = arrivals.shard.number
+            if self._reducer.reduces(number, self._stage) or number in self._late_buckets:
+                measured[self._numbers[arrivals.shard]] = True
+        for number, is_held in zip(shown.tolist(), report.held[shown].tolist(), strict=True):
+            entry = self.entries[number]
             gradient_slice = entry.gradient_slice
-            if gradient_slice is None or not (present[number] or held[number]):
+            if gradient_slice is None:
                 continue
             gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
-            if self._stage is None or self._is_reduced(entry) or entry.shard.number in self._late_buckets:
-                measured.append(number)
-            if not held[number]:
+            if is_held:
+                continue
+            if entry.outer is entry.param and gradient_slice.has_part_alone:
+                entry.param.grad = gradient_slice.part
+            else:
                 entry.show_gradient(GradientPart(gradient_slice, entry.param))
-        slices = [cast(GradientSlice, self.entries[number].gradient_slice) for number in measured]
-        set_norms(slices, two[measured], largest[measured], counts[measured])
+        numbers = shown[measured[shown]]
+        found = [self.entries[number].gradient_slice for number in numbers.tolist()]
+        slices = [each for each in found if each is not None]
+        set_norms(slices, two[numbers], largest[numbers], counts[numbers])
+
+
+def _is_pending(entry: ParamRecord) -> bool:
+    """True if autograd has added a gradient to the part that ``param.grad`` shows."""
+    return entry.gradient_slice is not None and entry.gradient_slice.pending is not None
 
 
 def shown_slice(entry: ParamRecord) -> GradientSlice | None:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Protocol
 
@@ -188,14 +188,13 @@ class GradientBucket:
         """The size of the bucket's reduction over the first direction of the mesh."""
         return Blank(self.buffer_numel, self._slice_numel, self.dtype, self.device)
 
-    def is_filled_by(self, grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    def is_filled_by(self, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> bool:
         """True if the gradient can be the buffer: it is the bucket's only one, in dtype and storage order."""
-        return (
-            grad.numel() == self.buffer_numel
-            and self.num_params == 1
-            and grad.dtype is self.dtype
-            and in_storage_order(grad, strides) is grad
-        )
+        if self.num_params > 1:
+            return False
+        (grad,) = grads.values()
+        is_alike = grad.numel() == self.buffer_numel and grad.dtype is self.dtype
+        return is_alike and in_storage_order(grad, strides[0]) is grad
 
     def zero(self, index: int) -> None:
         """Zeroes one param's elements in this rank's sum, within a round."""

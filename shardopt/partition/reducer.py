@@ -20,12 +20,13 @@ of their own, and leaves the others' sums as they are. A gradient that comes for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..profiler import label
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from .comm.transport import Transport
     from .gradient_buckets import GradientBucket
     from .mesh import Mesh
+
+Flags = np.ndarray[Any, Any]
 
 # Reductions that may be under way at once. Without a limit a rank that is ahead would allocate a buffer for every
 # bucket. The limit lets ranks drift apart by some buckets, and is small compared with a model. Two buckets in any case:
@@ -67,7 +70,8 @@ class _Filling:
     arrived: set[int] = field(default_factory=set)
     passed_over: set[int] = field(default_factory=set)  # awaited in other rounds, and not in this one
     started: bool = False
-    late: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)  # gradient, strides
+    late: dict[int, torch.Tensor] = field(default_factory=dict)
+    strides: Sequence[tuple[int, ...]] = ()  # of all params, once there is a late gradient
 
 
 class Reducer:
@@ -188,15 +192,20 @@ class Reducer:
             self._sums.mark()  # this stream may have scaled them, and waited for an abandoned round
         self._prefetch_next()
 
-    def deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
-        """Copies the local gradient of param ``index`` into bucket ``number``.
+    def deliver(self, number: int, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> None:
+        """Copies local gradients of params into bucket ``number``.
 
         Args:
-            grad: of the param's shape, any float dtype.
-            strides: of the param; the buffer has its storage order.
+            grads: by index in the bucket; of the params' shapes, any float dtype.
+            strides: of each of the bucket's params; the buffer has their storage order.
         """
-        with self._until_left():
-            self._deliver(number, index, grad, strides)
+        with self._until_left(), torch.no_grad():
+            self._deliver(number, grads, strides)
+
+    def num_awaited(self, number: int) -> int:
+        """How many gradients bucket ``number`` waits for in this round."""
+        filling = self._filling[number]
+        return 0 if filling.started else len(filling.awaited - filling.arrived)
 
     @contextmanager
     def _until_left(self) -> Iterator[None]:
@@ -212,24 +221,26 @@ class Reducer:
         except RankLeft as error:
             self._left = self._left or error
 
-    def _deliver(self, number: int, index: int, grad: torch.Tensor, strides: tuple[int, ...]) -> None:
+    def _deliver(self, number: int, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> None:
         if self._left is not None:
             return
         filling, bucket = self._filling[number], self.buckets[number]
-        if filling.started or index in filling.arrived:
+        if filling.started or not filling.arrived.isdisjoint(grads):
             # A backward inside another one (reentrant checkpointing) has delivered a gradient of this param before.
-            sooner = filling.late.get(index)
-            filling.late[index] = (grad if sooner is None else sooner[0] + grad, strides)
+            for index, grad in grads.items():
+                sooner = filling.late.get(index)
+                filling.late[index] = grad.detach() if sooner is None else sooner + grad
+            filling.strides = strides
             return
         share = self._reduce_scatter.share(bucket.dtype)
-        if share == 1.0 and bucket.is_filled_by(grad, strides):
-            filling.buffer = ReductionBuffer(flattened(grad), is_pooled=False)
+        if share == 1.0 and bucket.is_filled_by(grads, strides):
+            filling.buffer = ReductionBuffer(flattened(grads[0].detach()), is_pooled=False)
             filling.buffer.mark()
         else:
             if filling.buffer is None:
                 filling.buffer = self._acquire_buffer(bucket)
-            _fill(filling.buffer, bucket.offsets[index], grad, strides, share)
-        filling.arrived.add(index)
+            filling.buffer.fill(bucket, grads, strides, share)
+        filling.arrived.update(grads)
         if filling.arrived >= filling.awaited:
             # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
             if number not in self._completed:
@@ -324,11 +335,11 @@ class Reducer:
         # The sums that this round adds to may just have been multiplied back from a mean that the user scaled, on the
         # stream of the round's first gradient. Test: test_a_sum_is_added_to_once_it_is_restored in test_rounds.py.
         self._sums.join()
-        for index in range(bucket.num_params):
-            if index not in filling.arrived:
-                buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
-            if filling.held and index not in filling.held:
-                bucket.zero(index)
+        everything = set(range(bucket.num_params))
+        for index in everything - filling.arrived:
+            buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
+        for index in everything - filling.held if filling.held else ():
+            bucket.zero(index)
         self._start_reduction(number, buffer, add=bool(filling.held))
         filling.buffer, filling.started = None, True
         self._started += 1
@@ -375,13 +386,14 @@ class Reducer:
                 seen.clear()
             seen |= filling.arrived | filling.late.keys() | filling.passed_over
 
-    def has_arrived(self, number: int, index: int) -> bool:
-        """True if this rank had a gradient of the param in this round."""
-        return index in self._filling[number].arrived or self.is_late(number, index)
+    def arrived(self, number: int) -> Flags:
+        """1D [params] bool: True if this rank had a gradient of the bucket's param in this round."""
+        filling = self._filling[number]
+        return _flags(filling.arrived | filling.late.keys(), self.buckets[number].num_params)
 
-    def is_late(self, number: int, index: int) -> bool:
-        """True if this rank has one that arrived after its bucket was reduced."""
-        return index in self._filling[number].late
+    def late(self, number: int) -> Flags:
+        """1D [params] bool: True if this rank has one that arrived after the bucket was reduced."""
+        return _flags(self._filling[number].late.keys(), self.buckets[number].num_params)
 
     def finish_late(self, numbers: Sequence[int]) -> None:
         """Reduces these buckets once more, for gradients that arrived late on any rank.
@@ -397,8 +409,7 @@ class Reducer:
             buffer = self._acquire_buffer(bucket)
             buffer.join()
             buffer.memory.zero_()
-            for index, (grad, strides) in filling.late.items():
-                _fill(buffer, bucket.offsets[index], grad, strides, self._reduce_scatter.share(bucket.dtype))
+            buffer.fill(bucket, filling.late, filling.strides, self._reduce_scatter.share(bucket.dtype))
             filling.late = {}
             self._start_reduction(number, buffer, add)
         self._recycle(self._reduce_scatter.finish())
@@ -484,10 +495,8 @@ class Reducer:
             mechanism.catch_up(self.rounds)
 
 
-def _fill(buffer: ReductionBuffer, offset: int, grad: torch.Tensor, strides: tuple[int, ...], share: float) -> None:
-    buffer.occupy()  # another stream may have waited for an earlier reduction of this buffer
-    into = buffer.memory.as_strided(grad.size(), strides, offset)
-    if share == 1.0:
-        into.copy_(grad)
-    else:
-        torch.mul(grad, share, out=into)  # computed in the gradient's dtype, then rounded to the buffer's
+def _flags(indices: Collection[int], num_params: int) -> Flags:
+    flags = np.full(num_params, len(indices) == num_params)
+    if 0 < len(indices) < num_params:
+        flags[list(indices)] = True
+    return flags

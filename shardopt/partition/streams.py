@@ -18,15 +18,27 @@ The round is opened by the first hook that runs, on the stream of its param. The
 ready to be added to. That use is marked too, and each reduction joins it before it starts.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from .gradient_buckets import GradientBucket
 
-def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Returns the stream on which this thread computes; None on a CPU."""
     # The index, since torch spends nearly as long on finding it in a device as on the stream.
     return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """A context in which this thread computes on a stream of its device; None: on the current one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class StreamUses:
@@ -62,7 +74,7 @@ class StreamUses:
             self._join_on(stream)
             self._user = stream
 
-    def _join_on(self, stream: "torch.cuda.Stream") -> None:
+    def _join_on(self, stream: torch.cuda.Stream) -> None:
         if self._user is not None and self._user != stream:
             self._record(self._user)
             self._user = None
@@ -70,7 +82,7 @@ class StreamUses:
             if other != stream:
                 stream.wait_event(event)
 
-    def _record(self, stream: "torch.cuda.Stream") -> None:
+    def _record(self, stream: torch.cuda.Stream) -> None:
         if stream not in self._events:
             self._events[stream] = torch.cuda.Event()
         self._events[stream].record(stream)
@@ -82,6 +94,33 @@ class ReductionBuffer(StreamUses):
     def __init__(self, memory: torch.Tensor, is_pooled: bool):
         super().__init__(memory.device)
         self.memory, self.is_pooled = memory, is_pooled  # 1D
+        # The views of a bucket's gradients, by index. Making one takes longer than a small copy.
+        self._views: dict[GradientBucket, dict[int, torch.Tensor]] = {}
+
+    def fill(
+        self,
+        bucket: GradientBucket,
+        grads: Mapping[int, torch.Tensor],
+        strides: Sequence[tuple[int, ...]],
+        share: float,
+    ) -> None:
+        """Copies gradients to their places, multiplied by ``share``.
+
+        Args:
+            grads: by index in the bucket; of the params' shapes, any float dtype.
+            strides: of each of the bucket's params.
+        """
+        if not grads:
+            return
+        self.occupy()  # another stream may have waited for an earlier reduction of this buffer
+        views = self._views.setdefault(bucket, {})
+        for index in grads.keys() - views.keys():
+            views[index] = self.memory.as_strided(grads[index].size(), strides[index], bucket.offsets[index])
+        if share == 1.0:
+            torch._foreach_copy_([views[index] for index in grads], list(grads.values()))
+        else:
+            for index, grad in grads.items():
+                torch.mul(grad, share, out=views[index])  # in the gradient's dtype, then rounded to the buffer's
 
 
 def last_used(memory: torch.Tensor) -> None:

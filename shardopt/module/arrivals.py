@@ -1,0 +1,191 @@
+"""The gradients of one bucket in a round: counted as they arrive, and handed to the reducer together.
+
+A gradient rests in ``param.grad`` until the last one of its bucket is there. Then all of them go into the bucket's
+buffer by one copy::
+
+    hook    3 2 1 0                     5 4 3 2 1 0               the count of each bucket
+    copy           | bucket 0                      | bucket 1     time ->
+
+So a hook only counts. At most one bucket of gradients more than needed is held meanwhile. The gradient of a param that
+is a large part of its bucket goes there as it arrives. So does every gradient that is not like the others: of another
+stream, of a unit that is not here, of a bucket that was reduced before (it is late then).
+
+The count is never too high, so no bucket waits for a gradient that is there. It is too low if one gradient arrives
+twice (reentrant checkpointing; autograd adds the two up in ``param.grad``): then the bucket finds at zero that some are
+missing, and counts them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..partition.streams import current_stream
+from ..partition.unit import UnitState
+from ..tensors.gradient import GradientPart
+
+if TYPE_CHECKING:
+    from ..domain.param import ParamRecord
+    from ..domain.shard import Shard
+    from .backward import Backward
+
+# The share of a bucket from which on a param's gradient is copied as it arrives: a gradient that rests is memory that
+# the copy would free.
+LARGE = 1 / 4
+
+
+class Arrivals:
+    """The gradients of one bucket.
+
+    Attributes:
+        entries: the bucket's params.
+        missing: how many gradients the bucket waits for in this round; 0 if none is counted, as no round is open or the
+            bucket has its gradients.
+        stream: on which the gradients that rest were made; None on a CPU.
+    """
+
+    def __init__(self, backward: Backward, shard: Shard, entries: Sequence[ParamRecord], is_unsharded: bool):
+        """
+        Args:
+            is_unsharded: True at stage 3, where gradients come while the bucket's unit is here.
+        """
+        self.shard, self.entries, self.missing = shard, entries, 0
+        self._backward = weakref.ref(backward)  # weak: a cycle would outlive the optimizer
+        self._is_unsharded = is_unsharded
+        numels = shard.bucket.layout.numels
+        large = LARGE * sum(numels)
+        self._resting = [
+            entry
+            for entry in entries
+            if entry.outer is entry.param and len(entries) > 1 and numels[entry.index] <= large
+        ]
+        self._params = [entry.param for entry in self._resting]
+        self._indices = [entry.index for entry in self._resting]
+        self._by_param = {id(entry.outer): entry for entry in entries}
+        self.stream: torch.cuda.Stream | None = None
+
+    def attach(self) -> list[Any]:
+        """Registers the hooks of the params. Returns their handles."""
+        looks = self._is_unsharded or self.shard.device.type != "cpu"
+        counts, arrives, rests = (_looking if looks else _counting)(self), _arriving(self), set(self._indices)
+        return [
+            entry.outer.register_post_accumulate_grad_hook(counts if entry.index in rests else arrives)
+            for entry in self.entries
+        ]
+
+    def begin(self, missing: int) -> None:
+        """A round begins, in which the bucket waits for this many gradients."""
+        self.missing, self.stream = missing, None
+
+    def arrived(self, param: torch.Tensor) -> None:
+        """Takes note of a gradient that is the last of the bucket, or not like the others."""
+        backward = self._backward()
+        if backward is not None:
+            backward.reduce_gradient(self._by_param[id(param)])
+
+    def rests(self, entry: ParamRecord) -> bool:
+        """True if the gradient that has just arrived may stay in ``param.grad`` until the last one."""
+        return self.missing > 0 and entry.index in self._indices and self.may_rest()
+
+    def may_rest(self) -> bool:
+        """True if a gradient that arrives now is like those that rest."""
+        gathered = self.shard.gathered
+        if gathered is not None and gathered.unit.state is not UnitState.UNSHARDED:
+            return False
+        stream = current_stream(self.shard.device)
+        if self.stream is None:
+            self.stream = stream
+        # One copy reads all of them, on this stream. Test: tests/partition/test_stream_order.py.
+        return bool(stream == self.stream)
+
+    def count(self) -> bool:
+        """Counts a gradient. Returns True if it was the last."""
+        was_missing, self.missing = self.missing, max(self.missing - 1, 0)
+        return was_missing == 1
+
+    def take(self) -> dict[int, torch.Tensor] | None:
+        """Takes the gradients that rest, by the indices of their params.
+
+        None, and nothing is taken, if one of them is not like the others: sparse, say, or added to an earlier sum.
+        """
+        found = {index: param.grad for index, param in zip(self._indices, self._params, strict=True)}
+        grads = {index: grad for index, grad in found.items() if grad is not None}
+        if {type(grad) for grad in grads.values()} == {torch.Tensor}:
+            if {grad.layout for grad in grads.values()} != {torch.strided}:
+                return None
+            for param in self._params:
+                param.grad = None
+            return grads
+        return {} if not grads else self._take_pending(grads)
+
+    def _take_pending(self, grads: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor] | None:
+        """Takes what autograd added to parts, which ``param.grad`` shows."""
+        taken = {}
+        for entry in self._resting:
+            own, grad = entry.gradient_slice, grads.get(entry.index)
+            if own is None or type(grad) is not GradientPart or own.part is not grad or own.pending is None:
+                return None
+            taken[entry.index] = own.pending
+        if {type(grad) for grad in taken.values()} != {torch.Tensor}:
+            return None
+        for entry in self._resting:
+            entry.gradient_slice.pending = None  # type: ignore[union-attr]
+        return taken
+
+    def abandon(self) -> None:
+        """Drops the gradients that rest: those of the other buckets are lost, too."""
+        if self.missing:
+            self.missing = 0
+            for param in self._params:
+                if type(param.grad) is torch.Tensor:
+                    param.grad = None
+
+
+Hook = Callable[[torch.Tensor], None]
+
+# The hooks of all params of a bucket; they hold it weakly. Those of most params run some code of Python's own only.
+
+
+def _counting(arrivals: Arrivals) -> Hook:
+    """Returns the hook of params whose gradients rest."""
+    reference = weakref.ref(arrivals)
+
+    def hook(param: torch.Tensor) -> None:
+        me = reference()
+        if me is not None:
+            if me.missing > 1:
+                me.missing -= 1
+            else:
+                me.arrived(param)
+
+    return hook
+
+
+def _looking(arrivals: Arrivals) -> Hook:
+    """Returns the hook of params whose gradients rest if they are like the others."""
+    reference = weakref.ref(arrivals)
+
+    def hook(param: torch.Tensor) -> None:
+        me = reference()
+        if me is not None:
+            if me.missing > 1 and me.may_rest():
+                me.missing -= 1
+            else:
+                me.arrived(param)
+
+    return hook
+
+
+def _arriving(arrivals: Arrivals) -> Hook:
+    """Returns the hook of params whose gradients go to the buffer at once."""
+    reference = weakref.ref(arrivals)
+
+    def hook(param: torch.Tensor) -> None:
+        me = reference()
+        if me is not None:
+            me.arrived(param)
+
+    return hook
