@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .domain.param_state import ParamState
     from .module.backward import Backward
     from .rules import Rule
-    from .step.step import Outcome
+    from .step.step import Outcome, Planners
 
 # The engines of this process, oldest first: optimizers of one module read each other's params, and DDP's join() finds
 # the optimizers of its params. It is the only table of the process that outlives a call.
@@ -76,6 +76,7 @@ class Engine(Bindings):
         unread: keys of param groups that choose another rule than the optimizer has.
         fixed: values of param groups that belong to the class: no state dict or checkpoint changes them.
         grad_norm, updates: see :class:`ShardedOptimizer`.
+        planners: of the steps that were taken, by domain.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Engine(Bindings):
         self.check_arguments, self.unread, self.fixed = check_arguments, unread, fixed or {}
         self.grad_norm: float | None = None
         self.updates = 0
+        self.planners: Planners = {}  # of the steps, by domain
         self._release: UpdateInBackward | None = None  # in place of the steps, where gradients are released
         self._away: Offload | None = None  # where offload() moved masters and states
 
@@ -323,7 +325,7 @@ class Engine(Bindings):
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(by_domain, domains.whole, call, self._bind_params)
+            return run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
         finally:
             self.local_params.drop_gradients()
             self.local_params.update_dtensors()
@@ -492,6 +494,7 @@ class Engine(Bindings):
             finalizer.detach()
         for domain in self.domains:
             domain.release()
+        self.planners.clear()
         self.local_params.update_dtensors()
         self._domains, self._away, self.is_closed = None, None, True
         self.states = StateTable(self.rule, self.local_params)

@@ -106,6 +106,7 @@ class Domain:
     ``members``, ``leader``                       :func:`.experts.set_members`
     ``mate_transports``                           :func:`shardopt.step.tensor_mates.put_together`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
+    histories of the records                      a step; a load, which counts ``epoch.revision``
     ============================================  ==========================================
     """
 

@@ -27,9 +27,15 @@ class Moment(NamedTuple):
 
 
 class Epoch:
-    """The present moment of this rank's states, and whether a write is under way."""
+    """The present moment of this rank's states, and whether a write is under way.
+
+    Attributes:
+        revision: counts what gives params other histories or masters than a step does: loads of states, and refreshes
+            of masters. A frozen step holds for one revision.
+    """
 
     def __init__(self) -> None:
+        self.revision = 0
         self._moment = Moment(0)
         self._is_stepping = False
         self._is_loading = False
@@ -60,6 +66,7 @@ class Epoch:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A context that writes states. The moment moves on after an error as well: some states may be written."""
+        self.revision += 1
         self._is_loading = True
         try:
             yield

@@ -13,6 +13,7 @@ from ..errors import BindingError
 from ..rules.rule import EMA
 from ..tensors.part import Part
 from .dtensors import local_gradient, placed_gradient, shown_as
+from .history import History
 from .hyperparameters import Group as Group
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class ParamRecord:
         initial: what states hold before the first step, by name; empty if the rule makes its states in a step.
         rule: the name of the rule whose states the shard was made for.
         version: of the param's data when the master last followed it; None in every state but FOLLOWS.
-        step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).
-        carried: scalars that the rule passes from step to step.
+        history: the updates so far, shared with params that took the same.
         margins: states with a value for each row or column, whole on every rank, fp32 in host memory; never written to,
             as a state dict or a save may hold them.
         begins_average: True if the average of the weights starts with the weights that the next step finds.
@@ -77,8 +77,7 @@ class ParamRecord:
     rule: str = ""
     version: int | None = None
     master_state: MasterState = MasterState.LOADED
-    step: int = 0
-    carried: dict[str, float] = field(default_factory=dict)
+    history: History = field(default_factory=History)
     margins: dict[str, torch.Tensor] = field(default_factory=dict)
     has_state: bool = False
     begins_average: bool = False
@@ -87,6 +86,16 @@ class ParamRecord:
 
     def __post_init__(self) -> None:
         self.has_state, self.shape = bool(self.initial), tuple(self.outer.shape)
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return self.history.step
+
+    @property
+    def carried(self) -> dict[str, float]:
+        """Scalars that the rule passes to the next step."""
+        return self.history.carried
 
     # -- the gradient ----------------------------------------------------------------------------------------------
 
@@ -163,17 +172,16 @@ class ParamRecord:
 
     def load_counters(self, state: ParamState) -> None:
         """Takes the step count, the carried scalars and the margins of a state that was loaded."""
-        self.step, self.carried, self.has_state = state.step, dict(state.carried), True
+        self.history, self.has_state = History(state.step, state.carried), True
         self.margins = {name: _on_host(tensor) for name, tensor in state.margins.items()}
 
-    def count_step(self, carried: dict[str, float], margins: dict[str, torch.Tensor]) -> None:
-        """Records an update."""
-        self.step, self.carried, self.margins, self.has_state = self.step + 1, carried, margins, True
-        self.begins_average = False
+    def note_update(self, margins: dict[str, torch.Tensor]) -> None:
+        """Records an update, which the history counts."""
+        self.margins, self.has_state, self.begins_average = margins, True, False
 
     def forget(self) -> None:
         """Returns to before the param's first step. The caller zeroes the states and calls :meth:`write_initial`."""
-        self.step, self.carried, self.margins, self.has_state = 0, {}, {}, bool(self.initial)
+        self.history, self.margins, self.has_state = History(), {}, bool(self.initial)
         self.begins_average = False
         self.drop_unmatched_master()
 

@@ -24,7 +24,7 @@ class ShardTables:
 
     def __init__(self, pieces: Sequence[Piece], numel: int, device: torch.device):
         self._pieces, self._device = pieces, device
-        self._firsts = [piece.start - piece.shard_start for piece in pieces]
+        self._firsts = np.array([piece.start - piece.shard_start for piece in pieces], np.int64)
         self._ends = np.array([piece.shard_end for piece in pieces], np.int64)
         # The last row is that of blocks without a param. It ends at 0, so that kernels skip these blocks.
         rows = np.full(numel // BLOCK, len(pieces), dtype=np.int32)
@@ -61,16 +61,21 @@ class ShardTables:
             grads: row of the piece -> dense gradient in storage order, and which element of the param is its first.
             at_rest: True if they are in host memory, False if they are with the params.
         """
-        rows = np.zeros((self.num_rows, 2), dtype=np.int64)
-        if grads:
-            itemsize, firsts = next(iter(grads.values()))[0].element_size(), self._firsts
-            addresses = [grad.data_ptr() + (firsts[row] - start) * itemsize for row, (grad, start) in grads.items()]
-            given = list(grads)
-            rows[given, 0], rows[given, 1] = addresses, self._ends[given]
-        aligned = not np.any(rows[:, 0] % 16)
-        if at_rest:
-            return Gradients(self.host_row_of_block, torch.from_numpy(rows), aligned)
-        return Gradients(self.row_of_block, torch.from_numpy(rows), aligned)
+        tensors, starts = [grad for grad, _ in grads.values()], [start for _, start in grads.values()]
+        return self.gradients_of(list(grads), tensors, starts, at_rest)
+
+    def gradients_of(
+        self, rows: list[int], grads: Sequence[torch.Tensor], starts: Sequence[int], at_rest: bool = False
+    ) -> Gradients:
+        """Does what :meth:`gradients` does, without a pair for each gradient: every step makes such a table."""
+        table = np.zeros((self.num_rows, 2), dtype=np.int64)
+        if rows:
+            firsts = (self._firsts[rows] - np.array(starts)) * grads[0].element_size()
+            addresses = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, len(rows))
+            table[rows, 0], table[rows, 1] = addresses + firsts, self._ends[rows]
+        aligned = not np.any(table[:, 0] % 16)
+        row_of_block = self.host_row_of_block if at_rest else self.row_of_block
+        return Gradients(row_of_block, torch.from_numpy(table), aligned)
 
     def gradients_in(self, total: torch.Tensor) -> Gradients:
         """Returns the table for a sum of gradients of the whole shard, 1D [shard_numel]."""

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..domain.param import ParamRecord
 from ..domain.shard_tables import joined_table
 from ..kernels.formats import ROOT2, format_of
 from ..kernels.launch import backend_of
@@ -33,54 +32,20 @@ from ..kernels.products import COLUMNS as PRODUCT_COLUMNS
 from ..kernels.reductions import LIMBS
 from ..kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, noise_from
 from ..rules.matrix import MatrixScalars, MatrixVariant
-from ..rules.rule import FP32_EPS
-from .matrix_passes import accumulate_spec, plan_apply, runs_of, shapes_for
-from .variants import Variants, eps_of, param_geometry
+from .matrix_passes import accumulate_spec, plan_apply
+from .variants import Variants, param_geometry
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
+    from ..domain.history import History
+    from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..kernels.products import Products
     from ..kernels.spec import Pass, Spec
     from ..rules import Variant
-    from ..tensors.gradient_slice import GradientSlice
+    from .alike import AlikeParams, StepScalars
     from .matrix_passes import Apply
-
-_NO_GRADIENT = torch.empty(0)
-
-
-class ParamUpdate(NamedTuple):
-    """One param in a step: where it stands in the param groups, and the gradient that updates it.
-
-    Attributes:
-        group: index of the param's group.
-        number: index of the param, counted through all groups. The upper 32 bits number the slice of a DTensor.
-        grad: dense, in the param's storage order: the whole gradient, or this rank's slice of a reduced one.
-        start: index in the param of the first element of ``grad``.
-        gradient_slice: the slice whose ``total`` is ``grad``; None for a gradient that is not reduced by shardopt.
-        divisor: number by which ``grad`` still has to be divided; 1 for a mean.
-        is_on_host: true if ``grad`` is in host memory and the param is on a device.
-    """
-
-    entry: ParamRecord
-    group: int
-    number: int
-    grad: torch.Tensor = _NO_GRADIENT
-    start: int = 0
-    gradient_slice: GradientSlice | None = None
-    divisor: int = 1
-    is_on_host: bool = False
-
-
-class ParamScalars(NamedTuple):
-    """What a step evaluates for one param."""
-
-    values: tuple[float, ...]  # in the order of the names in the variant
-    carried: dict[str, float]  # what its next step gets
-    runs: tuple[MatrixScalars, ...] = ()  # where matrices of the param take other values
-
-
-Scalars = dict[ParamRecord, ParamScalars]
+    from .param_update import ParamUpdate
 
 
 @dataclass(frozen=True)
@@ -129,59 +94,84 @@ class StepPlan:
 
     domain: Domain
     numbers: Sequence[dict[str, Any]] = ()  # hyper-parameters of each group, as plain numbers
-    updates: list[ParamUpdate] = field(default_factory=list)
+    updates: Sequence[ParamUpdate] = ()
     launches: list[Launch] = field(default_factory=list)
-    scalars: Scalars = field(default_factory=dict)
+    # What the step's commit carries on: for each history of the params that are updated.
+    advances: Sequence[tuple[History, dict[str, float]]] = ()
+    facts: Sequence[Any] = ()  # of all params, JSON-able: their steps and gradients must be alike on all ranks
+    is_replayed: bool = False  # True if the records of the params already say all that an update changes in them
     states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
     written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
     stats: GradientStats = field(default_factory=GradientStats)
     margins: dict[ParamRecord, dict[str, torch.Tensor]] = field(default_factory=dict)  # new ones, from the update on
 
 
-def scalars_of(domain: Domain, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate]) -> Scalars:
-    """Evaluates the rule's scalars, once for all params that share group, step, carried values and facts."""
-    rule, variant_of = domain.rule, Variants(domain.rule, numbers)
-    variants = [variant_of(group) for group in range(len(numbers))]
-    matrices = [shapes_for(variant, group) for variant, group in zip(variants, numbers, strict=True)]
-    known: dict[tuple[Any, ...], ParamScalars] = {}
-    scalars: Scalars = {}
-    for each in updates:
-        entry = each.entry
-        matrix_of = matrices[each.group]
-        shapes = None if matrix_of is None else matrix_of(entry.shape)
-        shape = entry.shape if rule.of_param else ()
-        eps = eps_of(entry.param) if rule.of_param else FP32_EPS
-        matrix = None if shapes is None else shapes[0]
-        key = (each.group, entry.step, matrix, shape, eps, *entry.carried.values())
-        if key not in known:
-            group = numbers[each.group] if matrix is None else {**numbers[each.group], "shape": matrix}
-            variant = variant_of(each.group, shape)
-            known[key] = ParamScalars(*rule.evaluate(variant, group, entry.step + 1, entry.carried, shape, eps))
-        scalars[entry] = known[key]
-        if shapes is not None and len(set(shapes)) > 1:
-            runs = runs_of(rule, variants[each.group], numbers[each.group], entry, shapes)
-            scalars[entry] = known[key]._replace(runs=runs)
-    return scalars
+@dataclass(frozen=True, eq=False)
+class LaunchForm:
+    """What of a launch stays as long as the same params take part, with gradients of one kind at other addresses.
+
+    Attributes:
+        whole: the variant of the rule, all passes of it.
+        reads_sums: True if the gradients are all of the shard's, in the memory of the reducer's sums.
+        entries: the params, by row.
+        starts: of each row, which element of the param is the gradient's first.
+        alike: numbers of alike params, and the rows that have each one's scalars.
+    """
+
+    shard: Shard
+    whole: Variant
+    spec: Spec
+    divisor: int
+    is_on_host: bool
+    reads_sums: bool
+    entries: Mapping[int, ParamRecord]
+    starts: Sequence[int]
+    alike: Sequence[tuple[int, list[int]]]
+
+    def launch(self, updates: Mapping[int, ParamUpdate], scalars: StepScalars, seed: int) -> Launch:
+        """Returns the launch of a step.
+
+        Args:
+            updates: row -> param, the rows of this form in their order.
+        """
+        shard, spec, whole = self.shard, self.spec, self.whole
+        if self.reads_sums:
+            gradients = shard.sum_table  # of the reducer, which lie where they lay at every step
+        else:
+            grads = [each.grad for each in updates.values()]
+            gradients = shard.tables.gradients_of(list(updates), grads, self.starts, self.is_on_host)
+        backend_of(shard.home.device).prepare(spec, shard.home.device, gradients.aligned)
+        table = np.zeros((shard.tables.num_rows, len(spec.scalars)), dtype=np.float32)
+        # Few are evaluated: the rows of each are filled together.
+        found = [(scalars.of_alike[number].values, rows) for number, rows in self.alike]
+        for values, rows in found:
+            own = values[: len(spec.scalars)]  # of a matrix rule, the first pass's; results of reductions are not known
+            table[rows, : len(own)] = own
+        noise = _noise(seed, shard, updates) if spec.needs_noise else None
+        apply = None
+        if isinstance(whole, MatrixVariant):
+            apply = plan_apply(shard, whole, found, partial(_noise, seed, shard, updates))
+        last, runs = len(spec.passes) - 1, scalars.runs
+        runs_of_rows = {row: runs[entry] for row, entry in self.entries.items() if entry in runs} if runs else {}
+        return Launch(
+            shard,
+            spec,
+            last,
+            gradients,
+            torch.from_numpy(table),
+            updates,
+            self.divisor,
+            noise,
+            self.is_on_host,
+            apply,
+            runs=runs_of_rows,
+        )
 
 
-def plan_launches(
-    domain: Domain, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate], scalars: Scalars
-) -> list[Launch]:
-    """Makes the launches of all shards, in the order of the shards."""
-    by_shard: dict[Shard, dict[int, ParamUpdate]] = defaultdict(dict)
-    for each in updates:
-        by_shard[each.entry.shard][each.entry.index] = each
-    variants = Variants(domain.rule, numbers)
-    seed = domain.options.tuning.seed
-    return [
-        launch for shard in domain.shards for launch in launches_of(shard, variants, by_shard[shard], scalars, seed)
-    ]
-
-
-def launches_of(
-    shard: Shard, variants: Variants, updates: Mapping[int, ParamUpdate], scalars: Scalars, seed: int
-) -> Iterator[Launch]:
-    """Yields the launches that update params of one shard.
+def forms_of(
+    shard: Shard, variants: Variants, updates: Mapping[int, ParamUpdate], alike: AlikeParams
+) -> Iterator[tuple[LaunchForm, dict[int, ParamUpdate]]]:
+    """Yields the forms of the launches that update params of one shard, and the updates of each one's rows.
 
     Args:
         updates: index of the param in its bucket -> its update.
@@ -201,35 +191,19 @@ def launches_of(
         whole, format = kinds[kind], format_of(dtype, "a gradient")
         spec = accumulate_spec(shard, whole, format) if isinstance(whole, MatrixVariant) else shard.spec(whole, format)
         is_whole = not is_on_host and len(members) == len(shard.pieces)
-        if is_whole and all(each.gradient_slice is not None for each in members.values()):
-            gradients = shard.sum_table  # of the reducer, which lie where they lay at every step
-        else:
-            grads = {row: (each.grad, each.start) for row, each in members.items()}
-            gradients = shard.tables.gradients(grads, is_on_host)
-        device = shard.home.device
-        backend_of(device).prepare(spec, device, gradients.aligned)
+        reads_sums = is_whole and all([each.gradient_slice is not None for each in members.values()])
         if whole.margins:
             for grad_device in {each.grad.device for each in members.values()}:
                 backend_of(grad_device).prepare_margin_sums(format, grad_device)
             for each in members.values():
                 param_geometry(each.entry)
-        table = np.zeros((shard.tables.num_rows, len(spec.scalars)), dtype=np.float32)
-        # Few are evaluated, by scalars_of(): the rows of each are filled together.
-        alike: dict[int, tuple[tuple[float, ...], list[int]]] = {}
+        rows_of: dict[int, list[int]] = {}
         for row, each in members.items():
-            values = scalars[each.entry].values
-            alike.setdefault(id(values), (values, []))[1].append(row)
-        for values, of_rows in alike.values():
-            own = values[: len(spec.scalars)]  # of a matrix rule, the first pass's; results of reductions are not known
-            table[of_rows, : len(own)] = own
-        noise = _noise(seed, shard, members) if spec.needs_noise else None
-        apply = None
-        if isinstance(whole, MatrixVariant):
-            noise_of = partial(_noise, seed, shard, members)
-            apply = plan_apply(shard, whole, alike.values(), noise_of)
-        last, scaling = len(spec.passes) - 1, torch.from_numpy(table)
-        runs = {row: scalars[each.entry].runs for row, each in members.items() if scalars[each.entry].runs}
-        yield Launch(shard, spec, last, gradients, scaling, members, divisor, noise, is_on_host, apply, runs=runs)
+            rows_of.setdefault(alike.number_of[each.entry], []).append(row)
+        entries = {row: each.entry for row, each in members.items()}
+        starts = [each.start for each in members.values()]
+        alike_rows = list(rows_of.items())
+        yield LaunchForm(shard, whole, spec, divisor, is_on_host, reads_sums, entries, starts, alike_rows), members
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..kernels.tables import Factors
     from ..partition.comm.group import Ranks
-    from .launches import Launch, ParamUpdate, StepPlan
+    from .launches import Launch, StepPlan
+    from .param_update import ParamUpdate
 
     Array = np.ndarray[Any, Any]
     Launches = Mapping[Shard, Sequence[Launch]]

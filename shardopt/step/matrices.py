@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..domain.shard import Shard
-    from .launches import Launch, ParamUpdate, StepPlan
+    from .launches import Launch, StepPlan
+    from .param_update import ParamUpdate
 
 # Runs launches over their shards. Where updates are given, 1D of each shard, they stand in place of the params.
 RunLaunches = Callable[

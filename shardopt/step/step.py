@@ -33,17 +33,19 @@ from ..errors import DisagreementError, ShardoptError, warn
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
 from .launches import StepPlan
-from .survey import sampled, survey
+from .survey import StepPlanner, sampled
 from .update import update_and_gather
 
 if TYPE_CHECKING:
     from ..domain.agreement import Consensus
     from ..domain.param import ParamRecord
     from ..partition.comm.group import Ranks
-    from .launches import ParamUpdate
+    from .param_update import ParamUpdate
 
 # Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6
+
+Planners = dict[Domain, StepPlanner]
 
 # Takes a domain, param groups, these as plain numbers, params to bind, and whether a closure was given.
 Bind = Callable[[Domain, Sequence[Group], Sequence[dict[str, Any]], Sequence[Candidate], bool], object]
@@ -75,7 +77,11 @@ NOTHING_DONE: Outcome = (False, None)
 
 
 def run_step(
-    by_domain: Sequence[tuple[Domain, Sequence[Group]]], whole: Sequence[Ranks], call: Call, bind: Bind
+    by_domain: Sequence[tuple[Domain, Sequence[Group]]],
+    whole: Sequence[Ranks],
+    call: Call,
+    bind: Bind,
+    planners: Planners,
 ) -> Outcome:
     """Takes one step with the gradients that the params hold.
 
@@ -83,11 +89,12 @@ def run_step(
         by_domain: each domain with its param groups, the main one first.
         whole: the ranks over which all domains decide together; empty if the only domain's ranks are all there are.
         bind: collective; binds params of a domain.
+        planners: those of earlier steps; a domain's first step adds its own.
     """
     for domain, _ in by_domain:
         check_unbroken(domain)
     # 1. masters, 2. survey, 3. agree
-    plans, consensus = _survey_and_agree(by_domain, whole, call, bind)
+    plans, consensus = _survey_and_agree(by_domain, whole, call, bind, planners)
     # 4. decide
     norm = _norm(plans, whole, consensus, call.scale)
     is_idle = all(_changes_nothing(plan) for plan in plans)
@@ -105,6 +112,7 @@ def run_step(
     # 7. commit
     for plan in plans:
         commit(plan)
+        planners[plan.domain].was_taken()
     return True, norm
 
 
@@ -121,13 +129,17 @@ def check_unbroken(domain: Domain) -> None:
 
 
 def _survey_and_agree(
-    by_domain: Sequence[tuple[Domain, Sequence[Group]]], whole: Sequence[Ranks], call: Call, bind: Bind
+    by_domain: Sequence[tuple[Domain, Sequence[Group]]],
+    whole: Sequence[Ranks],
+    call: Call,
+    bind: Bind,
+    planners: Planners,
 ) -> tuple[list[StepPlan], Consensus]:
     """Collective: the ranks of each domain agree by themselves, then those of the whole model."""
     problem, overflow, plans = call.problem, False, []
     for domain, groups in by_domain:
         try:
-            plan, consensus = _survey_and_agree_in(domain, groups, call, bind, is_part=bool(whole))
+            plan, consensus = _survey_and_agree_in(domain, groups, call, bind, planners, is_part=bool(whole))
             overflow |= consensus.overflow
         except Exception as error:
             # Where the main domain has all ranks, all of them raise here. If a rank failed in its closure, the
@@ -158,7 +170,7 @@ def _limbs_of_one_copy(plan: StepPlan) -> tuple[int, ...]:
 
 
 def _survey_and_agree_in(
-    domain: Domain, groups: Sequence[Group], call: Call, bind: Bind, is_part: bool
+    domain: Domain, groups: Sequence[Group], call: Call, bind: Bind, planners: Planners, is_part: bool
 ) -> tuple[StepPlan, Consensus]:
     """Collective over one domain; ``is_part``: it is not all of the model."""
     problem = call.problem
@@ -177,8 +189,12 @@ def _survey_and_agree_in(
     if problem is None:
         try:
             with domain.clock.phase("survey"):
-                follow_written_params(domain)
-                plan = survey(domain, groups, numbers, call.scale, call.overflow, is_part)
+                planner = planners.setdefault(domain, StepPlanner(domain))
+                replayed = planner.replay(groups, numbers, call.scale, call.overflow, is_part)
+                if replayed is None:
+                    follow_written_params(domain)
+                    replayed = planner.survey(groups, numbers, call.scale, call.overflow, is_part)
+                plan = replayed
         except Exception as error:
             problem = error
     digest = digest_of(plan, call, problem)
@@ -230,9 +246,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     proposes = sharded is not None and sharded.gatherer.orders.proposes
     key: list[Any] | None = None
     if domain.mesh.world.size > 1:  # one rank has nothing to compare with
-        present = presence()
-        facts = [(each.step, present.get(each), each.param.requires_grad, *each.carried.values()) for each in entries]
-        key = [domain.steps_agreed, call.closure, numbers, facts, call.scale, stats.norm, departures]
+        key = [domain.steps_agreed, call.closure, numbers, plan.facts, call.scale, stats.norm, departures]
     written = len(plan.written)
     return StepDigest(
         key,
@@ -362,13 +376,14 @@ def _update(plans: Sequence[StepPlan], factors: Factors, whole: Sequence[Ranks])
 def commit(plan: StepPlan) -> None:
     """Notes in the records of the params that they were updated."""
     _mark_used(plan)
-    for each in plan.updates:
-        each.entry.count_step(plan.scalars[each.entry][1], plan.margins.get(each.entry, {}))
+    for history, carried in plan.advances:
+        history.advance(carried)
     torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
-    for entry in plan.written:
-        entry.follow_param()
-    for each in plan.updates:
-        each.entry.follow_param()
+    if not plan.is_replayed or plan.margins:  # else the records say already what an update makes of them
+        for each in plan.updates:
+            each.entry.note_update(plan.margins.get(each.entry, {}))
+        for entry in (*plan.written, *(each.entry for each in plan.updates)):
+            entry.follow_param()
     plan.domain.end_step()
 
 

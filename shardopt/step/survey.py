@@ -1,5 +1,7 @@
 """The survey: what this rank would do if the step were taken now. It changes no param, master, state or gradient sum.
 
+What it finds holds for the next steps too, until something changes: see :mod:`.frozen_step`.
+
 Everything that can fail on one rank alone (a param that was moved, a sparse gradient, a compiler that is missing, a
 table that does not fit the device) fails here. The ranks have not agreed yet, so the error can be raised on all of
 them.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +24,9 @@ from ..kernels.tables import BLOCK, Factors
 from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
 from ..tensors.pipelining import hint
-from .launches import GradientStats, JoinedLaunch, Launch, ParamUpdate, StepPlan, joined, plan_launches, scalars_of
+from .frozen_step import FrozenStep
+from .launches import GradientStats, JoinedLaunch, Launch, StepPlan, joined
+from .param_update import ParamUpdate
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -31,33 +36,95 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
 
 
-def survey(
-    domain: Domain,
-    groups: Sequence[Group],
-    numbers: Sequence[dict[str, Any]],
-    scale: float = 1.0,
-    overflow: bool = False,
-    is_part: bool = False,
-) -> StepPlan:
-    """Plans the step of one domain.
+class StepPlanner:
+    """Plans the steps of one domain: each is the last one again, as long as that holds.
 
-    Args:
-        numbers: the hyper-parameters of each group, as plain numbers.
-        scale: the loss scale.
-        overflow: true if a GradScaler has found an Inf or NaN: the survey does not count any.
-        is_part: true if other ranks have other gradients of the model: the norm is summed over all, exactly.
-
-    Raises:
-        ShardoptError: this rank cannot take the step.
+    Attributes:
+        compares: True if each replay is compared with a step that is planned anew; the tests set it.
     """
-    listed = domain.listed(groups)
-    _check_rules(domain, listed, numbers)
-    updates = list(_with_gradients(domain, listed))
-    scalars = scalars_of(domain, numbers, updates)
-    launches = plan_launches(domain, numbers, updates, scalars)
-    stats = _stats_of(domain, launches, updates, scale, overflow, is_part and domain.options.max_grad_norm is not None)
-    states, written = states_of_shards(domain, listed, numbers), written_params(domain)
-    return StepPlan(domain, numbers, updates, launches, scalars, states, written, stats)
+
+    compares = False
+
+    def __init__(self, domain: Domain):
+        self._domain = domain
+        self._frozen: FrozenStep | None = None
+
+    def replay(
+        self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scale: float, overflow: bool, is_part: bool
+    ) -> StepPlan | None:
+        """Returns the plan of the last step with the present gradients and scalars; None if it does not hold any more.
+
+        Args:
+            numbers: the hyper-parameters of each group, as plain numbers.
+            scale: the loss scale.
+            overflow: true if a GradScaler has found an Inf or NaN: the survey does not count any.
+            is_part: true if other ranks have other gradients of the model: the norm is summed over all, exactly.
+
+        Raises:
+            ShardoptError: this rank cannot take the step.
+        """
+        if self._frozen is None:
+            return None
+        listed = self._domain.listed(groups)
+        listed.check()
+        if not self._frozen.holds(listed, numbers):
+            self._frozen = None
+            return None
+        plan = self._frozen.plan(numbers)
+        if self.compares:
+            self._compare(plan, listed, numbers)
+        return self._measured(plan, scale, overflow, is_part)
+
+    def _compare(self, plan: StepPlan, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> None:
+        """Asserts that a plan that is made anew is the replayed one."""
+        domain = self._domain
+        histories = [entry.history for entry in domain.entries.values()]
+        updates, states = list(_with_gradients(domain, listed)), states_of_shards(domain, listed, numbers)
+        anew = FrozenStep(domain, listed, numbers, updates, states).plan(numbers, updates)
+        for entry, history in zip(domain.entries.values(), histories, strict=True):
+            entry.history = history
+        assert not written_params(domain) and anew.states == plan.states and anew.facts == plan.facts
+        assert [_told(each) for each in anew.updates] == [_told(each) for each in plan.updates]
+        assert [_told_of_launch(each) for each in anew.launches] == [_told_of_launch(each) for each in plan.launches]
+        carried = [[(each.step, each.carried, after) for each, after in its.advances] for its in (anew, plan)]
+        assert carried[0] == carried[1]
+
+    def survey(
+        self,
+        groups: Sequence[Group],
+        numbers: Sequence[dict[str, Any]],
+        scale: float = 1.0,
+        overflow: bool = False,
+        is_part: bool = False,
+    ) -> StepPlan:
+        """Plans a step anew; arguments and errors are those of :meth:`replay`."""
+        domain = self._domain
+        listed = domain.listed(groups)
+        _check_rules(domain, listed, numbers)
+        updates = list(_with_gradients(domain, listed))
+        self._frozen = FrozenStep(domain, listed, numbers, updates, states_of_shards(domain, listed, numbers))
+        plan = replace(self._frozen.plan(numbers, updates), written=written_params(domain))
+        return self._measured(plan, scale, overflow, is_part)
+
+    def _measured(self, plan: StepPlan, scale: float, overflow: bool, is_part: bool) -> StepPlan:
+        needs_limbs = is_part and self._domain.options.max_grad_norm is not None
+        stats = _stats_of(self._domain, plan.launches, plan.updates, scale, overflow, needs_limbs)
+        return replace(plan, stats=stats)
+
+    def was_taken(self) -> None:
+        """Notes that the step that was planned last was taken."""
+        assert self._frozen is not None
+        self._frozen.was_taken()
+
+
+def _told(update: ParamUpdate) -> tuple[Any, ...]:
+    return (*update[:3], update.grad.data_ptr(), *update[4:])
+
+
+def _told_of_launch(launch: Launch) -> tuple[Any, ...]:
+    rows, noise = launch.gradients.rows.tolist(), None if launch.noise is None else launch.noise.tolist()
+    told = [(row, *_told(each)) for row, each in launch.updates.items()]
+    return launch.shard, launch.spec, launch.divisor, launch.is_on_host, rows, launch.scalars.tolist(), noise, told
 
 
 def _check_rules(domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> None:
@@ -195,13 +262,14 @@ def _stats_of(
     """
     options = domain.options
     slices = [each.gradient_slice for each in updates]
-    norms = [each.norms for each in slices if each is not None and each.norms is not None]
-    if updates and len(norms) == len(updates) and not needs_limbs:
+    norms = [None if each is None else each.norms for each in slices]
+    known = [each for each in norms if each is not None]
+    if updates and len(known) == len(updates) and not needs_limbs:
         # Every rank knows them from the last backward. One rank reports the count: the agreement adds up the reports.
         reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
         # fsum rounds once, so that the order of params cannot show.
-        norm = math.sqrt(math.fsum(each.two * each.two for each in norms))
-        return GradientStats(nonfinite=sum(each.nonfinite for each in norms) if reports else 0, norm=norm)
+        norm = math.sqrt(math.fsum([each.two * each.two for each in known]))
+        return GradientStats(nonfinite=sum([each.nonfinite for each in known]) if reports else 0, norm=norm)
     sampled = [] if domain.reducer is not None else _sample(domain, updates)
     together = list(joined(domain.shards, launches))
     if options.max_grad_norm is not None:
@@ -226,6 +294,8 @@ def _stats_of(
 def _counted_elsewhere(domain: Domain, joined: JoinedLaunch) -> Iterator[int]:
     """Yields the rows of params whose norm another rank counts."""
     first = 0
+    if not domain.counted_elsewhere:
+        return
     for shard, launch in zip(joined.shards, joined.launches, strict=True):
         updates = {} if launch is None else launch.updates
         yield from (first + row for row, each in updates.items() if each.entry.param in domain.counted_elsewhere)

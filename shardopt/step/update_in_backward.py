@@ -43,8 +43,10 @@ from ..module.hooks import call_while_alive
 from ..partition.comm.group import Ranks
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
+from .alike import AlikeParams
 from .found_in_backward import found_in, raise_on_all_ranks
-from .launches import GradientStats, Launch, ParamUpdate, StepPlan, launches_of, scalars_of
+from .frozen_step import Facts
+from .launches import GradientStats, Launch, StepPlan, forms_of
 from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip
 from .survey import placed_params, states_of_shards, written_params
 from .update import chunks_of, update_and_gather, update_chunks
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.shard import Shard
     from ..module.gradient_report import Report
+    from .param_update import ParamUpdate
 
 
 @dataclass
@@ -235,8 +238,10 @@ class UpdateInBackward(Backward):
             if piece.param in present and update is not None:
                 grad = total[piece.shard_start : piece.shard_end]
                 updates[piece.param] = update._replace(grad=grad, start=piece.start, divisor=divisor)
-        scalars = scalars_of(domain, current.numbers, list(updates.values()))
-        return list(launches_of(shard, current.variants, updates, scalars, domain.options.tuning.seed))
+        alike = AlikeParams(domain.rule, current.numbers, list(updates.values()))
+        scalars, seed = alike.scalars(current.numbers), domain.options.tuning.seed
+        forms = forms_of(shard, current.variants, updates, alike)
+        return [form.launch(members, scalars, seed) for form, members in forms]
 
     def _update_shard(self, shard: Shard, launches: list[Launch]) -> None:
         """Phase 5 of one shard, in memory, ahead of the rest of its step."""
@@ -318,9 +323,21 @@ class UpdateInBackward(Backward):
         for shard, total in current.waiting.items():
             launches += self._launches(shard, total, indices[shard])
         updates = [current.updates[entry] for entry in present if entry in current.updates]
-        scalars = scalars_of(domain, current.numbers, updates)
+        alike = AlikeParams(domain.rule, current.numbers, updates)
+        alike.share()
+        advances, facts = alike.advances(alike.scalars(current.numbers)), Facts(domain.entries.values(), updates).now()
         stats = GradientStats(norm=norm)
-        plan = StepPlan(domain, current.numbers, updates, launches, scalars, current.states, current.written, stats)
+        plan = StepPlan(
+            domain,
+            current.numbers,
+            updates,
+            launches,
+            advances,
+            facts,
+            states=current.states,
+            written=current.written,
+            stats=stats,
+        )
         self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
         domain.count_step()
         update_and_gather([plan], Factors())

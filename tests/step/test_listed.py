@@ -15,7 +15,7 @@ from tests.support.training import raises
 
 PARAMS = 500
 # Calls of Python's and of C's functions that a step may take for each param, however many there are.
-CALLS = 20
+CALLS = 2
 
 
 def test_calls_for_each_of_many_params() -> None:

@@ -11,7 +11,6 @@ from shardopt import OffloadError, ShardedAdamW
 from shardopt.domain.domain import Domain
 from shardopt.domain.hyperparameters import plain_numbers
 from shardopt.domain.shard import Shard
-from shardopt.step.survey import survey
 from tests.support.ranks import Pool
 from tests.support.training import Net, loss_of, raises, raw, train_step
 
@@ -52,7 +51,7 @@ def surveyed(stage: int) -> list[tuple[bool, int, int]]:
             model.norm.weight.mul_(1.5)  # its master does not follow before the next step
         before = everything(domain)
         groups = optimizer.param_groups
-        plan = survey(domain, groups, [plain_numbers(group) for group in groups])
+        plan = optimizer.engine.planners[domain].survey(groups, [plain_numbers(group) for group in groups])
         found.append((everything(domain) == before, len(plan.written), len({each.divisor for each in plan.launches})))
     optimizer.step()
     return found

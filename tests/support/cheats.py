@@ -24,15 +24,15 @@ from shardopt.partition.comm.transport import Transport
 from shardopt.partition.gradient_buckets import DeviceSum
 from shardopt.partition.reducer import Reducer
 from shardopt.step import step as step_module
-from shardopt.step import survey as survey_module
 from shardopt.step import update as update_module
-from shardopt.step.launches import Launch, scalars_of
+from shardopt.step.alike import AlikeParams
+from shardopt.step.launches import Launch
 from tests.support.cases import Case, Keywords
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
 STEP = native_backend.run
 NUMBERS = step_module.plain_numbers
-SCALARS = scalars_of
+SCALARS = AlikeParams.scalars
 SUM_INTO = scatter.sum_into
 DELIVER = Reducer.deliver
 JOB = DeviceSum.reduction
@@ -80,12 +80,12 @@ def decay_dropped(group: Any) -> dict[str, Any]:
     return {**NUMBERS(group), "weight_decay": 0.0}
 
 
-def counts_one_too_many(domain: Any, numbers: Any, ready: Any) -> Any:
-    for each in ready:
-        each.entry.step += 1
-    result = SCALARS(domain, numbers, ready)
-    for each in ready:
-        each.entry.step -= 1
+def counts_one_too_many(alike: AlikeParams, numbers: Any) -> Any:
+    for history in alike.histories:
+        history.step += 1
+    result = SCALARS(alike, numbers)
+    for history in alike.histories:
+        history.step -= 1
     return result
 
 
@@ -166,7 +166,7 @@ CHEATS: dict[str, Any] = {
     "gather dropped": patch.object(Transport, "all_gather", nothing_gathered),
     "second moment zeroed": patch.object(native_backend, "run", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
-    "step off by one": patch.object(survey_module, "scalars_of", counts_one_too_many),
+    "step off by one": patch.object(AlikeParams, "scalars", counts_one_too_many),
 }
 
 # These need the module handed over, several backwards before a step, and two ranks or more.
