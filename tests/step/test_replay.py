@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from shardopt import ShardedAdamW, ShardedNAdam
+from shardopt import ShardedAdamW, ShardedNAdam, ShardoptError
 from shardopt.step.frozen_step import FrozenStep
 from shardopt.step.survey import StepPlanner
 from tests.support.cases import fill_gradients
+from tests.support.training import raises
 
 CALLS = 1  # of Python's and of C's functions, for each param alone
 FEW, MANY = 100, 400
@@ -148,3 +149,39 @@ def test_a_step_of_sums_is_replayed() -> None:
             opt.zero_grad()
     opt.close()
     assert found.count(True) >= 4
+
+
+def test_params_of_one_shape_that_changed_groups() -> None:
+    ours, theirs = ([Parameter(torch.ones(8)), Parameter(torch.ones(8))] for _ in range(2))
+    opt, usual = (
+        kind([{"params": [params[0]], "lr": 0.1}, {"params": [params[1]], "lr": 0.01}])
+        for kind, params in ((ShardedNAdam, ours), (torch.optim.NAdam, theirs))
+    )
+    for step in range(6):
+        fill_gradients(ours, "integers", step)
+        for mine, other in zip(ours, theirs, strict=True):
+            other.grad = mine.grad.clone()  # type: ignore[union-attr]
+        if step == 3:
+            for optimizer in (opt, usual):
+                one, two = optimizer.param_groups
+                one["params"], two["params"] = two["params"], one["params"]
+        opt.step()
+        usual.step()
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_part_of_an_earlier_backward_is_refused() -> None:
+    model = nn.Linear(8, 8)
+    opt = ShardedAdamW(model, lr=0.1, stage=2)
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+        opt.step()
+        kept = model.weight.grad
+        opt.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    shown, model.weight.grad = model.weight.grad, kept
+    with patch.object(StepPlanner, "compares", False), raises(ShardoptError, "read param.grad again"):
+        opt.step()
+    model.weight.grad = shown
+    opt.step()
+    opt.close()
