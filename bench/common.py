@@ -80,7 +80,7 @@ def bytes_per_element(spec: Spec) -> float:
     written = [spec.param, *([spec.master] if spec.has_master and spec.master is not None else []), *spec.states]
     both = sum(each.itemsize for each in written)
     scales = sum(FP32.itemsize / BLOCK for each in spec.states if isinstance(each, BlockFormat))
-    return spec.grad.itemsize + 2 * (both + scales) - (0 if spec.reads_param else spec.param.itemsize)
+    return spec.grad.itemsize + 2 * (both + scales)
 
 
 def _digits(value: float) -> str:

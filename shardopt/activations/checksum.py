@@ -1,22 +1,19 @@
 """A checksum of 64 bits of a tensor's bytes, by which ranks find out that they hold the same values.
 
-On a CPU it is the one of the disk tier, at the speed of memory. On other devices torch's own operations make a sum of
-products in integers of 64 bits: each word of up to 32 bits times a random odd number of its place. Both see a change
-within one word always, and any other with all but 1 in 2**33 at most.
+On a CPU it is the one of the disk tier, at the speed of memory. On other devices it is a sum of products. Both see a
+change within one word always, and any other with all but 1 in 2**33 at most.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..offload.disk.checksum import checksum as checksum_of_words
+from ..offload.sum_of_products import sum_of_products
 
 _GRAIN = 32  # bytes: the checksum of the disk tier takes whole multiples
-_PLACES = 1 << 16  # words of a row, each with a number of its own
-_ROWS = 16  # whose products are in memory at a time
-_SEED = 0x51AB5EED  # any number: all ranks draw the same factors
 _WORDS = {1: torch.uint8, 2: torch.int16}
 
 
@@ -46,26 +43,6 @@ def _on_cpu(values: torch.Tensor) -> int:
     sums = np.zeros(_GRAIN // 8, dtype=np.uint64)
     sums[0], sums[1] = checksum_of_words(data[:whole].view(np.uint64)), checksum_of_words(rest.view(np.uint64))
     return int(np.uint64(checksum_of_words(sums)).astype(np.int64))
-
-
-def sum_of_products(words: torch.Tensor) -> torch.Tensor:
-    """Returns the checksum of these integers, 1D, as int64 of no dimension on their device."""
-    numbers = _numbers(words.device)
-    while True:
-        sums = []
-        for part in words.split(_PLACES * _ROWS):
-            full = part.numel() // _PLACES * _PLACES
-            sums.append((part[:full].view(-1, _PLACES) * numbers).sum(1))
-            sums.append((part[full:] * numbers[: part.numel() - full]).sum().view(1))
-        words = torch.cat(sums)
-        if words.numel() <= _PLACES:
-            return (words * numbers[: words.numel()]).sum()
-
-
-@cache
-def _numbers(device: torch.device) -> torch.Tensor:
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_PLACES,), generator=torch.Generator().manual_seed(_SEED))
-    return (drawn | 1).to(device)
 
 
 class Checksums:

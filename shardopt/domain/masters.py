@@ -1,8 +1,8 @@
-"""Makes masters and averages follow params that something other than an update wrote.
+"""Makes masters in halves, and averages, follow params that something other than an update wrote.
 
 Weights and states may be loaded in either order. :class:`shardopt.domain.param.MasterState` says what each event makes
-of a master. The next step compares a loaded fp32 master to the weights, here. A split one that does not round to its
-param waits in ``Shard.unmatched_masters`` until then.
+of a master. A whole fp32 master needs nothing here: whatever loads it compares it to its param, the kernels and
+``Shard.read_chunk`` alike. A split one that does not round to its param waits in ``Shard.unmatched_masters``.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..kernels import codecs
 from ..partition.memory import return_free_pages
 from .param import MasterState
 
 if TYPE_CHECKING:
     from .domain import Domain
     from .param import ParamRecord
-    from .shard import IsRounded, Shard
+    from .shard import Shard
 
 
 def follow_written_params(domain: Domain) -> None:
-    """Makes masters follow params whose version moved: weights were loaded, clamped or averaged in place."""
+    """Makes halves of masters follow params whose version moved: weights were loaded, clamped or averaged in place.
+
+    Those of a master that fitted its param when it was loaded are kept.
+    """
     begin_averages(domain)
     written = [entry for entry in domain.entries.values() if entry.param._version != entry.version]
-    # Halves of a master that fitted its param when it was loaded are kept.
-    _refresh(
-        domain,
-        (e for e in written if e.shard.has_whole_masters or e.master_state is not MasterState.LOADED),
-    )
+    _refresh(domain, (entry for entry in written if entry.master_state is not MasterState.LOADED))
 
 
 def begin_averages(domain: Domain) -> None:
@@ -42,27 +40,26 @@ def begin_averages(domain: Domain) -> None:
 
 
 def refresh_masters(domain: Domain) -> None:
-    """Makes all masters follow their params: a write through ``.data`` moves no version."""
+    """Makes all masters follow their params: those that were loaded, and exactly those in halves."""
     with domain.epoch.loading():
         _refresh(domain, domain.entries.values())
+        for shard in domain.shards:
+            shard.loaded_masters = dict.fromkeys(shard.loaded_masters, True)
 
 
 def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:
-    written: dict[tuple[Shard, IsRounded], list[int]] = defaultdict(list)
+    written: dict[Shard, list[int]] = defaultdict(list)
     unmatched: list[ParamRecord] = []
     for entry in entries:
         if entry.master_state is MasterState.UNMATCHED:
             unmatched.append(entry)
-        else:
-            # A master that was loaded may have been a ``split`` one, whose ties are rounded away from zero. A step
-            # rounds the ties of fp32 masters to even: a param that is the other neighbour was written by other code.
-            is_rounded: IsRounded = codecs.rounds_to if entry.version is None else codecs.rounds_to_even
-            written[entry.shard, is_rounded].append(entry.index)
+        elif entry.shard.masters and not entry.shard.has_whole_masters:
+            written[entry.shard].append(entry.index)
     if not written and not unmatched:
         return
     with domain.all_or_nothing():
-        for (shard, is_rounded), indices in written.items():
-            shard.refresh_masters(indices, is_rounded)
+        for shard, indices in written.items():
+            shard.drop_low_bits(indices)
         for entry in unmatched:
             entry.shard.keep_low_bits(entry.index)
     for entry in unmatched:  # once the store keeps them: an error before loses nothing

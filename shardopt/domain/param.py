@@ -29,7 +29,8 @@ class MasterState(Enum):
 
     A state dict and the weights of a model may be loaded in either order, so a loaded master and its param may differ
     until the next step. Params without a master have these states as well. A master "in halves" (``master="split"``)
-    is kept as the low bits that complete its param. The state after each event:
+    is kept as the low bits that complete its param. A whole one is compared whenever it is loaded from the store, in
+    each of these states. The state after each event:
 
     =================================================  =========  =========  =========  =========
     event                                              FOLLOWS    LOADED     UNMATCHED  STALE
@@ -44,7 +45,7 @@ class MasterState(Enum):
     """
 
     FOLLOWS = "the master is that of the param at ``ParamRecord.version``; a later version was written by others"
-    LOADED = "the param was bound or its master was loaded: the next step compares an fp32 master, and keeps halves"
+    LOADED = "the param was bound or its master was loaded: the next step keeps halves"
     UNMATCHED = "a master in halves was loaded and does not round to the param: the shard keeps all of it meanwhile"
     STALE = "the low bits belong to other weights: the next step makes the master what the param is"
 
@@ -125,6 +126,8 @@ class ParamRecord:
         """Records that the param or its master was replaced: the next step compares the two."""
         self.version, self.master_state, self.begins_average = None, MasterState.LOADED, False
         self.shard.unmatched_masters.pop(self.index, None)
+        if self.shard.has_whole_masters:
+            self.shard.loaded_masters[self.index] = True
 
     def note_loaded(self, state: ParamState) -> None:
         """Records that ``state`` was loaded, and keeps its master if the weights that it rounds to are not loaded yet.
@@ -134,6 +137,8 @@ class ParamRecord:
         shard, master = self.shard, state.tensors.get("master")
         self.note_replaced()
         self.begins_average = _lacks_average(shard, state)
+        if shard.has_whole_masters and master is not None:
+            shard.note_loaded_master(self.index, self._own_values(master))
         if not shard.masters or shard.has_whole_masters:
             return
         if master is None:
@@ -178,6 +183,7 @@ class ParamRecord:
     def note_update(self, margins: dict[str, torch.Tensor]) -> None:
         """Records an update, which the history counts."""
         self.margins, self.has_state, self.begins_average = margins, True, False
+        self.shard.loaded_masters.pop(self.index, None)
 
     def forget(self) -> None:
         """Returns to before the param's first step. The caller zeroes the states and calls :meth:`write_initial`."""

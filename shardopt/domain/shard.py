@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from .formats import StreamFormats
     from .host_sum import HostSum
 
-IsRounded = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 def scales_name(state: str) -> str:
     """The name of the stream that holds the scales of a state's blocks."""
@@ -54,6 +53,8 @@ class Shard:
         tables: where kernels find the pieces.
         unmatched_masters: index of a param -> 1D fp32, its slice of a loaded master that does not round to the param.
             It is kept until the weights are loaded, see :class:`shardopt.domain.param.MasterState`.
+        loaded_masters: index of a param whose whole master was loaded, and not updated since -> True once it has
+            rounded to its param. Until then the weights are not loaded yet, and the master is shown as it was loaded.
     """
 
     window: Window  # on bucket.flat; opened by all ranks together
@@ -91,7 +92,10 @@ class Shard:
         self.formats = formats
         self.masters = ("master",) if formats.master is not None else ()
         self.unmatched_masters: dict[int, torch.Tensor] = {}
+        self.loaded_masters: dict[int, bool] = {}
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
+        self._starts = [piece.shard_start for piece in self.pieces]
+        self._ends = [piece.shard_end for piece in self.pieces]
         self._strides = [dense_strides(param) for param in bucket.params]
         self.tables = ShardTables(self.pieces, self.numel, bucket.device)
         self.home = store.home(self.numel, bucket.dtype, bucket.device)
@@ -159,10 +163,7 @@ class Shard:
             bounds = []
         if self.param is None:
             return [Chunk(self.home, start, stop, (*names, "param"), None) for start, stop in bounds]
-        reads = not self.has_whole_masters
-        return [
-            Chunk(self.home, start, stop, names, self.param[start:stop], reads_param=reads) for start, stop in bounds
-        ]
+        return [Chunk(self.home, start, stop, names, self.param[start:stop]) for start, stop in bounds]
 
     def make_param_shard(self) -> ParamShard:
         """Returns a copy of this rank's slice of the params, apart from the bucket."""
@@ -222,6 +223,8 @@ class Shard:
         It is a view of the state if states lie in memory in fp32.
         """
         where = self.slice_of(index).local
+        if name == "master" and self.has_whole_masters:
+            self._settle(where.start, where.stop)
         return self.read_chunk(name, where.start, where.stop)
 
     def write(self, name: str, index: int, start: int, values: torch.Tensor) -> None:
@@ -259,45 +262,66 @@ class Shard:
         """True if the unmatched master of param ``index`` rounds to the present param."""
         where, loaded = self.slice_of(index).local, self.unmatched_masters[index]
         param = self.params(where.start, where.stop).to(loaded.device)
-        return bool(codecs.rounds_to(loaded, param).all())
+        return bool(codecs.rounds_to(loaded, param, ties=True).all())
+
+    def note_loaded_master(self, index: int, loaded: torch.Tensor) -> None:
+        """Notes whether a loaded whole master, 1D, rounds to the present param of this index."""
+        where = self.slice_of(index).local
+        own = loaded.float()
+        params = self.params(where.start, where.stop).to(own.device)
+        self.loaded_masters[index] = codecs.follow(own, params, ties=True) is own
 
     def keep_low_bits(self, index: int) -> None:
         """Stores the low bits of the unmatched master of param ``index``, which complete the present param."""
         self.write("master", index, self.slice_of(index).start, self.unmatched_masters[index])
 
-    def refresh_masters(self, indices: Iterable[int], is_rounded: IsRounded) -> None:
-        """Makes the masters of these params follow them: where the master rounds to the param, it stays.
-
-        A master in halves becomes the param: its upper half is the param, so the earlier master is unknown.
-
-        Args:
-            is_rounded: takes fp32 masters and their params, both 1D; True for each param that is the master rounded.
-        """
+    def drop_low_bits(self, indices: Iterable[int]) -> None:
+        """Makes masters in halves what their params are: the low bits belong to the values before a write."""
         slices = [self.slice_of(index).local for index in indices]
         for name in self.masters:
             for start, stop in self.home.chunks():
-                inside = [slice(max(each.start, start), min(each.stop, stop)) for each in slices]
-                inside = [each for each in inside if each.start < each.stop]
-                if inside and self.has_whole_masters:
-                    self._refresh(name, start, stop, inside, is_rounded)
-                else:
-                    for each in inside:
-                        self.write_chunk(name, each.start, self.params(each.start, each.stop))
+                for each in slices:
+                    first, last = max(each.start, start), min(each.stop, stop)
+                    if first < last:
+                        self.write_chunk(name, first, self.params(first, last))
 
     @property
     def has_whole_masters(self) -> bool:
         """True if a master holds the full value, and not only the low bits that complete its param."""
         return self.formats.master is FP32
 
-    def _refresh(self, name: str, start: int, stop: int, slices: Sequence[slice], is_rounded: IsRounded) -> None:
-        masters = self.home.read(name, start, stop)
-        for each in slices:
-            master = masters[each.start - start : each.stop - start]
-            param = self.params(each.start, each.stop)
-            if all(follows.all() for follows, _, _ in _compared(master, param, is_rounded)):
-                continue
-            followed = _compared(master, param, is_rounded)
-            self.home.write_pieces(name, each.start, (torch.where(*found) for found in followed))
+    def _settle(self, start: int, stop: int) -> None:
+        """Stores the whole masters as the next step takes them: views of the store then show what others wrote."""
+        kept = self.home.read("master", start, stop)
+        live = self._followed(kept, start, stop)
+        if live is not kept:
+            self.home.write("master", start, live)
+
+    def _followed(self, masters: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Returns whole masters as the next step takes them: a param that something else wrote counts.
+
+        It is ``masters`` itself where nothing was written. The kernels make the same comparison when they load it.
+        """
+        params = self._weights(start, stop).to(masters.device)
+        if not self.loaded_masters:
+            return codecs.follow(masters, params, ties=False)
+        found = masters
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, stop)
+        for piece in self.pieces[first:last]:
+            low, high = max(piece.shard_start, start), min(piece.shard_end, stop)
+            own, has_fitted = masters[low - start : high - start], self.loaded_masters.get(piece.param)
+            live = codecs.follow(own, params[low - start : high - start], ties=has_fitted is not None)
+            if live is own:
+                if has_fitted is False and (low, high) == (piece.shard_start, piece.shard_end):
+                    self.loaded_masters[piece.param] = True
+            elif has_fitted is not False:
+                found = masters.clone() if found is masters else found
+                found[low - start : high - start] = live
+        return found
+
+    def _weights(self, start: int, stop: int) -> torch.Tensor:
+        """Returns elements [start, stop) of the weights, 1D, also while the params show their average."""
+        return self.params(start, stop) if self.saved_weights is None else self.saved_weights[start:stop]
 
     def restart_masters(self) -> None:
         """Sets all masters to their params."""
@@ -324,8 +348,10 @@ class Shard:
         if name == "param":
             return copied(self.params(start, stop))
         format, items = self.format_of(name), copied(self.home.read(name, start, stop))
-        if name == "master" and format is not FP32:
-            weights = self.params(start, stop) if self.saved_weights is None else self.saved_weights[start:stop]
+        if name == "master" and format is FP32:
+            return self._followed(items, start, stop)
+        if name == "master":
+            weights = self._weights(start, stop)
             masters = codecs.join(weights.to(items.device), items, format)
             for index, loaded in self.unmatched_masters.items():
                 where = self.slice_of(index).local
@@ -336,7 +362,9 @@ class Shard:
                     kept = codecs.join(param, codecs.low_bits_of(own, param, format), format)
                     # Elements that do not round to the param: their weights are not loaded yet, and the loaded
                     # master is shown whole, so that a state dict saved now loses nothing.
-                    masters[first - start : last - start] = torch.where(codecs.rounds_to(own, param), kept, own)
+                    masters[first - start : last - start] = torch.where(
+                        codecs.rounds_to(own, param, ties=True), kept, own
+                    )
             return masters
         if not isinstance(format, BlockFormat):
             return codecs.decode(items, None, format)
@@ -383,12 +411,3 @@ class Shard:
     def whole(self, name: str) -> torch.Tensor:
         """Returns state ``name`` (or "master") of the whole shard, 1D: a view if it lies in memory in fp32."""
         return self.read_chunk(name, 0, self.numel)
-
-
-def _compared(
-    masters: torch.Tensor, params: torch.Tensor, is_rounded: IsRounded
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields whether masters follow their params, masters, and params as fp32, a piece at a time."""
-    for master, param in zip(codecs.pieces(masters), codecs.pieces(params), strict=True):
-        here = param.to(master.device)
-        yield is_rounded(master, here), master, here.float()

@@ -97,17 +97,39 @@ def join(param: torch.Tensor, rest: torch.Tensor, format: Format) -> torch.Tenso
     return (joined | (upper & -0x80000000)).view(torch.float32)
 
 
-def rounds_to_even(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Returns a mask: True where a step with fp32 masters rounds the master to this param; all 1D."""
-    return master.to(param.dtype) == param
+def rounds_to(master: torch.Tensor, param: torch.Tensor, ties: bool) -> torch.Tensor:
+    """Returns a mask: True where an fp32 master rounds to its param, as the kernels of a step round; all 1D.
 
+    Zeros of the two signs differ. A NaN rounds to nothing: the param is NaN too, or counts.
 
-def rounds_to(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Returns a mask: True where an fp32 master rounds to its param; all 1D. Ties go to even, or as in ``split``."""
-    to_even = rounds_to_even(master, param)
+    Args:
+        ties: True if a tie may also be rounded away from zero, as in ``split``; False: to the even number.
+    """
+    below = param.view(torch.int16)
     if param.dtype is not torch.bfloat16:
-        return to_even
-    return to_even | ((master.view(torch.int32) + 0x8000 >> 16).short() == param.view(torch.int16))
+        return (master.to(param.dtype).view(torch.int16) == below) & (master == master)
+    distance, odd = master.view(torch.int32) - (below.int() << 16), below.int() & 1
+    least = -0x8000 if ties else odd - 0x8000
+    return (distance >= least) & (distance <= 0x8000 - odd) & (master == master)
+
+
+def follow(master: torch.Tensor, param: torch.Tensor, ties: bool) -> torch.Tensor:
+    """Returns the fp32 master that the next step takes: where it does not round to the param, the param counts.
+
+    All are 1D. The result is ``master`` itself if it has these bits already.
+    """
+    both = [*zip(pieces(master), pieces(param), strict=True)]
+    if all(_is_kept(own, other, ties) for own, other in both):
+        return master
+    found = torch.empty_like(master)
+    for into, (own, other) in zip(pieces(found), both, strict=True):
+        torch.where(rounds_to(own, other, ties), own, other.float(), out=into)
+    return found
+
+
+def _is_kept(master: torch.Tensor, param: torch.Tensor, ties: bool) -> bool:
+    fits = rounds_to(master, param, ties)
+    return bool(fits.all()) or bool((fits | (master.isnan() & param.isnan())).all())
 
 
 def low_bits_of(master: torch.Tensor, param: torch.Tensor, format: Format) -> torch.Tensor:

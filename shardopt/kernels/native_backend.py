@@ -37,7 +37,7 @@ def prepare(spec: Spec, device: torch.device, aligned: bool) -> None:
 
 
 def run(spec: Spec, number: int, streams: Streams, tables: Tables) -> None:
-    gradients, scalars, factors, noise, products, totals = tables
+    gradients, scalars, factors, noise, products, totals, ties = tables
     assert factors.divisor == 1
     assert (noise is not None or not spec.needs_noise) and (products is not None) == spec.has_product
     kernel = compile_step(spec, number)
@@ -48,6 +48,7 @@ def run(spec: Spec, number: int, streams: Streams, tables: Tables) -> None:
         0 if noise is None else noise.data_ptr(),
         np.float32(factors.unscale),
         np.float32(factors.clip),
+        int(ties),
         *(each.data_ptr() for each in there if each is not None),
     ]
     if totals is None:

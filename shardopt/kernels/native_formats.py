@@ -16,7 +16,9 @@ from .native_words import (
     both,
     differ,
     either,
+    f32_to_half,
     from_bits,
+    half_to_f32,
     larger,
     mul,
     shl,
@@ -36,6 +38,27 @@ _HALF_SCALE, _KEPT_OF_SCALE = 1 << (SCALE_DROPPED_BITS - 1), -1 << SCALE_DROPPED
 def one_nan(x: Any) -> Any:
     """Replaces every NaN by one that rounding cannot turn into infinity or -0."""
     return where(x != x, from_bits(i32(NAN_BITS)), x)
+
+
+# -- masters beside a param --------------------------------------------------------------------------------------------
+
+
+@njit(**COMPILE_OPTIONS)
+def follow_bf16(param: Any, master: Any, ties: Any) -> Any:
+    """Returns the master if it rounds to the param, else the param.
+
+    A tie is rounded to the even number; if ``ties`` is 1 and not 0, it may also be rounded away from zero.
+    """
+    upper, odd = shl(i32(param), i32(16)), both(i32(param), i32(1))
+    distance = sub(to_bits(master), upper)
+    below, above = add(i32(-0x8000), both(odd, sub(i32(1), ties))), sub(i32(0x8000), odd)
+    is_near = smaller(larger(distance, below), above) == distance
+    return where(is_near & (master == master), master, from_bits(upper))
+
+
+@njit(**COMPILE_OPTIONS)
+def follow_fp16(param: Any, master: Any, ties: Any) -> Any:
+    return where(f32_to_half(master) == param, master, half_to_f32(param))
 
 
 # -- masters: the param is the upper half ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 For AdamW on bf16 params with fp32 masters, Numba compiles this text (shortened)::
 
-    def adam(first, last, row_of_block, rows, scalars, noise, unscale, clip, param_at, master_at, exp_avg_at, ...):
+    def adam(first, last, row_of_block, rows, scalars, noise, unscale, clip, ties, param_at, master_at, ...):
         for block in range(first, last):
             row = load_i32(row_of_block, block, TABLE)
             start = block * 256
@@ -13,7 +13,7 @@ For AdamW on bf16 params with fp32 masters, Numba compiles this text (shortened)
             s_beta2 = load_f32(scalars, row * 7 + 1, TABLE)
             for i in range(start, start + count):
                 grad = widen_bf16(load_bf16(grad_at, i, 0)) * unscale * clip
-                param = load_fp32(master_at, i, 2)
+                param = follow_bf16(load_u16(param_at, i, 1), load_f32(master_at, i, 2), i32(ties))
                 ... the rule; after a state's last assignment: kept_exp_avg = narrow_fp32(state_exp_avg) ...
                 store_fp32(exp_avg_at, i, kept_exp_avg, 3)
                 store_fp32(master_at, i, param, 2)
@@ -81,12 +81,12 @@ _MEASURED = 30  # the stream of measured values on the stack; states have stream
 def compile_step(spec: Spec, number: int) -> Callable[..., None]:
     """Compiles pass ``number``; several threads may call the kernel, each on its own range of blocks, without the GIL.
 
-    Its arguments are ``first, last``, the addresses of the tables, unscale and clip, the addresses of the streams, of
-    the table of products if there is one, and of the block sums of each measured value.
+    Its arguments are ``first, last``, the addresses of the tables, unscale, clip and ties, the addresses of the
+    streams, of the table of products if there is one, and of the block sums of each measured value.
     """
     text = step_source(spec, number)
     pointers = len(pointers_of(spec)) + spec.has_product + len(SUMS) * len(spec.passes[number].measured)
-    return native_kernel(text, "qqqqqqff" + "q" * pointers, lambda: function_from_source(text, "native", _words()))
+    return native_kernel(text, "qqqqqqffq" + "q" * pointers, lambda: function_from_source(text, "native", _words()))
 
 
 def _words() -> dict[str, Any]:
@@ -119,7 +119,18 @@ def step_source(spec: Spec, number: int) -> str:
     of_block += OF_BLOCK if spec.has_product else []
     sums = [line for value in part.measured for line in _SUM.replace("_K", f"_{value}").splitlines()]
     columns = [f"{column}_{value}" for value in part.measured for column in SUMS]
-    arguments = ["first", "last", "row_of_block", "rows", "scalars", "noise", "unscale", "clip", *pointers_of(spec)]
+    arguments = [
+        "first",
+        "last",
+        "row_of_block",
+        "rows",
+        "scalars",
+        "noise",
+        "unscale",
+        "clip",
+        "ties",
+        *pointers_of(spec),
+    ]
     lines = [
         f"def {part.rule}({', '.join([*arguments, *['products'][: spec.has_product], *columns])}):",
         *(f"    {line}" for line in once),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .formats import GOLDEN, BlockFormat
+from .formats import FP32, GOLDEN, BlockFormat
 from .tables import BLOCK
 
 if TYPE_CHECKING:
@@ -61,14 +61,15 @@ def pointers_of(spec: Spec) -> list[str]:
 
 
 def param_lines(spec: Spec) -> tuple[list[str], list[str]]:
-    """Returns the loads and the stores of the value that is updated: param, master, or both halves of a master."""
+    """Returns the loads and the stores of the value that is updated: param, master beside it, or halves of a master."""
     if not spec.has_master:
         return [f"param = {_loaded('param_at', spec.param, _PARAM)}"], [_stored("param_at", spec.param, _PARAM)]
     assert spec.master is not None
     name = spec.master.name
-    if not spec.reads_param:
+    if spec.master is FP32:
         stores = [_stored("master_at", spec.master, _MASTER), _stored("param_at", spec.param, _PARAM)]
-        return [f"param = {_loaded('master_at', spec.master, _MASTER)}"], stores
+        load = f"load_u16(param_at, i, {_PARAM}), load_f32(master_at, i, {_MASTER})"
+        return [f"param = follow_{spec.param.name}({load}, i32(ties))"], stores
     kind = {"split": "i16", "split24": "i8"}[name]
     load = f"param = join_{name}(load_u16(param_at, i, {_PARAM}), load_{kind}(master_at, i, {_MASTER}))"
     return [load], [

@@ -100,11 +100,6 @@ class Spec:
         return self.param is not FP32 and self.master is not None
 
     @property
-    def reads_param(self) -> bool:
-        """True if the kernels read the param: not if an fp32 master holds its full value."""
-        return not self.has_master or self.master is not FP32
-
-    @property
     def needs_noise(self) -> bool:
         """True unless everything is rounded to nearest."""
         return any(each.rounding != "nearest" for each in (self.param, *self.states))

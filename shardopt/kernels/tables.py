@@ -171,6 +171,8 @@ class Tables(NamedTuple):
             kernel runs.
         totals: 3D [len(measured), num_rows, reductions.COLUMNS] int64, where the kernel runs, to which the block sums
             of each measured value are added, row by row; None if the pass measures nothing.
+        ties: True if the fp32 masters were loaded and not updated since: a split one, which they may have been, rounds
+            ties away from zero.
     """
 
     gradients: Gradients
@@ -179,6 +181,7 @@ class Tables(NamedTuple):
     noise: torch.Tensor | None = None
     products: torch.Tensor | None = None
     totals: torch.Tensor | None = None
+    ties: bool = False
 
 
 def noise_from(noise: torch.Tensor, start: int) -> torch.Tensor:

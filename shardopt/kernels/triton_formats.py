@@ -40,6 +40,21 @@ def one_nan_bits(x):
     return tl.where(x != x, _NAN, bits_of(x))
 
 
+# -- masters beside a param --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def follow(param, master, ties):
+    """Returns the master if it rounds to the bf16 param, which comes as it is widened, else the param.
+
+    A tie is rounded to the even number; if ``ties`` is 1 and not 0, it may also be rounded away from zero.
+    """
+    upper = bits_of(param)
+    distance, odd = bits_of(master) - upper, shr(upper, 16) & 1
+    is_near = (distance >= (odd & (1 - ties)) - 0x8000) & (distance <= 0x8000 - odd)
+    return tl.where(is_near & (master == master), master, param)
+
+
 # -- masters: the param is the upper half ------------------------------------------------------------------------------
 
 

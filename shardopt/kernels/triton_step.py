@@ -22,7 +22,7 @@ from .products import SLOWER
 from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
 from .tables import Gradients, JoinedStreams, Streams, Tables, sent_together
 from .translate import function_from_source, triton_lines
-from .triton_formats import decode, dither, draw, encode, join, load_codes, narrow_up, part_master
+from .triton_formats import decode, dither, draw, encode, follow, join, load_codes, narrow_up, part_master
 from .triton_products import product_of
 from .triton_reductions import LANES, add_to_row, row_of_block_sums, sums_of
 from .triton_streams import addresses, block_of_nothing, on, stream_at, stream_constants
@@ -74,7 +74,7 @@ def kept(items, scale, unknown_zero, FORMAT: tl.constexpr, NUMBERS: tl.constexpr
         return widen(items, FORMAT)
 
 
-@triton.jit(do_not_specialize=["next_row", "num_blocks", "unscale", "clip", "next_totals"])
+@triton.jit(do_not_specialize=["next_row", "num_blocks", "unscale", "clip", "ties", "next_totals"])
 def step_kernel(
     streams_ptr,  # [num_rows, NUM_STREAMS] int64: addresses of element 0, see ``addresses``
     next_row,  # NUM_STREAMS; or 0, if one row of addresses is that of all
@@ -88,6 +88,7 @@ def step_kernel(
     num_blocks,
     unscale,  # fp32: 1 / loss scale; includes 1 / divisor for a power of two
     clip,  # fp32: factor of the global-norm clipping
+    ties,  # int32: 1 if masters may round ties either way, see ``Tables``
     PASS: tl.constexpr,  # see ``pass_text``
     NUM_SCALARS: tl.constexpr,
     NUM_MEASURED: tl.constexpr,
@@ -145,7 +146,13 @@ def step_kernel(
         else:
             param = widen(tl.load(param_ptr + start + places), PARAM)
     elif MASTER == "fp32":
-        param = tl.load(master_ptr + start + places)
+        master = tl.load(master_ptr + start + places)
+        if PARAM == "bf16":
+            param = follow(load_bf16(param_ptr + start, BLOCK), master, ties)
+        else:
+            below = tl.load(param_ptr + start + places)
+            is_same = narrow(master, PARAM).to(tl.int16, bitcast=True) == below.to(tl.int16, bitcast=True)
+            param = tl.where(is_same, master, widen(below, PARAM))
     else:
         param = join(load_bf16(param_ptr + start, BLOCK), tl.load(master_ptr + start + places), MASTER)
     states = ()
@@ -308,7 +315,7 @@ def constants(spec: Spec, number: int, aligned: bool) -> dict[str, Any]:
 
 def run(spec: Spec, number: int, streams: Streams | JoinedStreams, tables: Tables) -> None:
     """Launches once for all shards, on the current CUDA stream of their device."""
-    gradients, scalars, factors, noise, products, totals = tables
+    gradients, scalars, factors, noise, products, totals, ties = tables
     assert factors.divisor == 1 and (products is not None) == spec.has_product
     num_blocks, device = gradients.num_blocks, gradients.row_of_block.device
     if num_blocks == 0:
@@ -331,6 +338,7 @@ def run(spec: Spec, number: int, streams: Streams | JoinedStreams, tables: Table
             num_blocks,
             float(factors.unscale),  # Triton would compile the kernel again for an int
             float(factors.clip),
+            int(ties),
             **constants(spec, number, gradients.aligned),
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,  # no contraction into FMA: the bits of the native kernel

@@ -7,9 +7,10 @@
     to device                         | params 0    | params 1     into the params; kernels that read them wait
 
 For a bf16 param with fp32 masters and states that is 2 bytes to the host and 2 to the device, where streaming the
-states through the device takes 12 and 12. The update writes to a copy of this rank's params in host memory, and only
-what it wrote is copied to the device. Params that the update reads (no fp32 master is kept) are copied to the host
-first. Gradients that are offloaded are read where they lie.
+states through the device takes 12 and 12. The update reads and writes a copy of this rank's params in host memory, and
+only what it wrote is copied to the device. A chunk whose params something else wrote is copied to the host first: the
+device keeps a checksum of each chunk from when its params arrived. Gradients that are offloaded are read where they
+lie.
 
 The store wraps a store of host memory or of a disk. A disk's updates hold only after all ranks have voted, so its
 params are copied to the device after the vote.
@@ -27,6 +28,7 @@ import torch
 
 from .store import Fetched, Store
 from .streams import Slot
+from .sum_of_products import sum_of_products
 
 if TYPE_CHECKING:
     from .pinned import Pages
@@ -45,6 +47,10 @@ class CpuStepStore(Store):
         self._streams, self._pages, self._inner = streams, pages, inner
         # Updates write this rank's params here, 1D in host memory.
         self._params: weakref.WeakKeyDictionary[ShardStorage, torch.Tensor] = weakref.WeakKeyDictionary()
+        # Start of a chunk -> the checksum of its params, on the device, when device and host last held the same.
+        self._sums: weakref.WeakKeyDictionary[ShardStorage, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
+        # Of each chunk before its update, on the device: its checksum, and True if that is not the one before; 1D [1].
+        self._now: dict[Chunk, tuple[torch.Tensor, torch.Tensor]] = {}
         self._slots: list[Slot] = []
         self._waiting: deque[tuple[Chunk, Chunk]] = deque()
         self._gradients_made: Mark = None  # after the kernels that compute the gradients
@@ -68,7 +74,8 @@ class CpuStepStore(Store):
         self._drop_staged()
         inside = [self._inside(chunk) for chunk in chunks]
         self._inner.prefetch(inside)
-        self._make_slots(max((Slot.nbytes(chunk.gradients) for chunk in chunks), default=0), len(chunks))
+        self._now = {chunk: self._compared(chunk, chunk.param) for chunk in chunks if chunk.param is not None}
+        self._make_slots(max((Slot.nbytes(self._staged_of(each)) for each in chunks), default=0), len(chunks))
         self._waiting, self._gradients_made = deque(zip(chunks, inside, strict=True)), self._streams.now()
         for slot in self._slots:
             self._fill(slot)
@@ -93,18 +100,31 @@ class CpuStepStore(Store):
         if not self._waiting:
             return
         chunk, inside = self._waiting.popleft()
-        copies = [*zip(slot.stage(chunk.gradients), chunk.gradients, strict=True)]
-        if chunk.param is not None and inside.param is not None and chunk.reads_param:
-            copies.append((inside.param, chunk.param))
+        coming = self._staged_of(chunk)
+        copies = [*zip(slot.stage(coming), coming, strict=True)]
         self._staged[chunk] = inside, slot
         slot.mark = self._streams.to_host(copies, self._gradients_made)
+
+    def _compared(self, chunk: Chunk, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        now, before = _checksum(params), self._sums.get(chunk.home, {}).get(chunk.start)
+        return now, torch.ones_like(now, dtype=torch.bool) if before is None else now != before
+
+    def _staged_of(self, chunk: Chunk) -> tuple[torch.Tensor, ...]:
+        """Returns what comes to the host with a chunk: its gradients, and whether its params were written."""
+        return (*chunk.gradients, self._now[chunk][1]) if chunk in self._now else chunk.gradients
 
     def fetch(self, chunk: Chunk) -> Fetched:
         inside, slot = self._staged[chunk]
         # Gradients are copied after kernels that ran after the last step's copies of params: those copies have ended.
         self._streams.synchronize(slot.mark)
+        if chunk.param is not None and inside.param is not None:
+            *_, is_written = slot.staged
+            if is_written:
+                copied = self._streams.to_host([(inside.param, chunk.param)], self._gradients_made)
+                self._streams.synchronize(copied)
+            self._sums.setdefault(chunk.home, {})[chunk.start], _ = self._now[chunk]
         streams, param, _ = self._inner.fetch(inside)
-        return Fetched(streams, param, slot.staged)
+        return Fetched(streams, param, slot.staged[: len(chunk.gradients)])
 
     def write_back(self, chunk: Chunk) -> None:
         inside, slot = self._staged.pop(chunk)
@@ -116,12 +136,13 @@ class CpuStepStore(Store):
             self._unsent.append((chunk, inside))
 
     def _send(self, chunk: Chunk, inside: Chunk) -> None:
-        if chunk.param is not None and inside.param is not None:
+        if chunk.param is not None and inside.param is not None and chunk.written:
             copies = [(chunk.param[each], inside.param[each]) for each in chunk.written]
             # The copy waits for kernels that still read the params. Kernels that are launched from now on wait for the
             # copy.
             self._sent = self._streams.to_device(copies, self._streams.now())
             self._streams.wait(self._sent)
+            self._sums[chunk.home][chunk.start] = _checksum(chunk.param)
 
     def flush(self) -> None:
         self._inner.flush()
@@ -138,9 +159,12 @@ class CpuStepStore(Store):
     def roll_back(self) -> None:
         self._inner.roll_back()
         self._unsent = []
+        self._sums.clear()  # the update wrote to the copies on the host
 
     def _drop_staged(self) -> None:
         """Waits for the copies that a failed step began, and drops what it staged."""
+        if self._staged:
+            self._sums.clear()
         for _, slot in self._staged.values():
             self._streams.synchronize(slot.mark)
         self._staged = {}
@@ -166,8 +190,14 @@ class CpuStepStore(Store):
         self.wait_for_copies()
         self._pages.give_back(self._own())
         self._params.clear()
+        self._sums.clear()
         self._slots = []
 
     def close(self) -> None:
         self.free_buffers()
         self._inner.close()
+
+
+def _checksum(params: torch.Tensor) -> torch.Tensor:
+    """Returns the checksum of these params, 1D [1] int64 on their device."""
+    return sum_of_products(params.view(torch.int32)).view(1)

@@ -120,7 +120,6 @@ class Chunk:
     # Each 1D: those that lie elsewhere than the update runs, for the store to copy.
     gradients: tuple[torch.Tensor, ...] = ()
     written: tuple[slice, ...] = ()  # elements whose params are copied back to the device, if updates_on_host
-    reads_param: bool = True  # False if a stream holds a whole master
     unwritten: frozenset[str] = frozenset()  # streams that the update leaves as they are
 
 

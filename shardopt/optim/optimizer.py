@@ -250,9 +250,10 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         return 1.0 if scale is None else float(scale), found is not None and bool(found)
 
     def refresh_masters(self) -> None:
-        """Makes master weights follow params that were written through ``.data``, which leaves no trace. Local.
+        """Makes loaded masters follow the present weights, though they do not round to them. Local.
 
-        In-place writes (``load_state_dict``, ``copy_``) are noticed without it. Call it on every rank that wrote.
+        Writes to params need no call: a master follows its param. In ``"split"`` formats it does so to half a unit in
+        the last place after a write through ``.data``, and exactly after this call.
         """
         self.engine.refresh_masters()
 

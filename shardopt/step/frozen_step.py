@@ -122,6 +122,7 @@ class FrozenStep:
         self._versions: list[int] | None = None  # of all params, once a step of this plan was taken
         self._kinds = sorted({(each.group, each.entry.shape) for each in updates})
         self._chosen = self._choose(numbers)
+        self._loaded = _loaded(domain)
         # -- gradients
         grads = list(map(_GRAD, listed.params))
         self._types = list(map(type, grads))
@@ -168,6 +169,7 @@ class FrozenStep:
         return (
             self._revision == self._domain.epoch.revision
             and self._listed is listed
+            and self._loaded == _loaded(self._domain)
             and self._versions == list(map(_VERSION, self._params))
             and self._requires_grad == list(map(_REQUIRES_GRAD, self._params))
             and self._types == list(map(type, grads))
@@ -229,3 +231,8 @@ class FrozenStep:
         self._versions = list(map(_VERSION, self._params))
         for entry, version in zip(self._entries, self._versions, strict=True):
             entry.version = version
+
+
+def _loaded(domain: Domain) -> list[list[int]]:
+    """Returns, by shard, the params whose masters were loaded since their last update: kernels compare those alone."""
+    return [list(shard.loaded_masters) for shard in domain.shards]

@@ -53,7 +53,8 @@ class Launch:
     """One kernel launch over one shard: one pass of a rule.
 
     Its params share one variant of the rule. Their gradients share dtype, divisor and device: they stay where backward
-    left them. The tables are in host memory until the launch.
+    left them. Their masters were all loaded since the last update, or none. The tables are in host memory until the
+    launch.
     """
 
     shard: Shard
@@ -70,6 +71,7 @@ class Launch:
     # Of a rule of whole matrices, row -> the scalars of the matrices of its param, where they differ.
     runs: Mapping[int, tuple[MatrixScalars, ...]] = field(default_factory=dict)
     blocks: torch.Tensor | None = None  # 1D [num_blocks] bool in host memory: all that it updates; None: every one
+    ties: bool = False  # of the masters, see ``Tables``
     # Of a pass that measures: 3D [measured values, num_rows, COLUMNS] int64, where the kernel runs.
     totals: torch.Tensor | None = None
 
@@ -116,6 +118,7 @@ class LaunchForm:
         entries: the params, by row.
         starts: of each row, which element of the param is the gradient's first.
         alike: numbers of alike params, and the rows that have each one's scalars.
+        ties: of the masters, see ``Tables``.
     """
 
     shard: Shard
@@ -127,6 +130,7 @@ class LaunchForm:
     entries: Mapping[int, ParamRecord]
     starts: Sequence[int]
     alike: Sequence[tuple[int, list[int]]]
+    ties: bool
 
     def launch(self, updates: Mapping[int, ParamUpdate], scalars: StepScalars, seed: int) -> Launch:
         """Returns the launch of a step.
@@ -165,6 +169,7 @@ class LaunchForm:
             self.is_on_host,
             apply,
             runs=runs_of_rows,
+            ties=self.ties,
         )
 
 
@@ -176,7 +181,7 @@ def forms_of(
     Args:
         updates: index of the param in its bucket -> its update.
     """
-    rows: dict[tuple[int, torch.dtype, int, bool], dict[int, ParamUpdate]] = defaultdict(dict)
+    rows: dict[tuple[int, torch.dtype, int, bool, bool], dict[int, ParamUpdate]] = defaultdict(dict)
     first_with: dict[Variant, int] = {}
     numbers: dict[int, int] = {}  # of variants, by group: params of one bucket give one answer
     for row, piece in enumerate(shard.pieces):
@@ -185,9 +190,10 @@ def forms_of(
             if each.group not in numbers:
                 variant = variants(each.group, each.entry.shape)
                 numbers[each.group] = first_with.setdefault(variant, len(first_with))
-            rows[numbers[each.group], each.grad.dtype, each.divisor, each.is_on_host][row] = each
+            ties = each.entry.index in shard.loaded_masters
+            rows[numbers[each.group], each.grad.dtype, each.divisor, each.is_on_host, ties][row] = each
     kinds = list(first_with)
-    for (kind, dtype, divisor, is_on_host), members in rows.items():
+    for (kind, dtype, divisor, is_on_host, ties), members in rows.items():
         whole, format = kinds[kind], format_of(dtype, "a gradient")
         spec = accumulate_spec(shard, whole, format) if isinstance(whole, MatrixVariant) else shard.spec(whole, format)
         is_whole = not is_on_host and len(members) == len(shard.pieces)
@@ -203,7 +209,7 @@ def forms_of(
         entries = {row: each.entry for row, each in members.items()}
         starts = [each.start for each in members.values()]
         alike_rows = list(rows_of.items())
-        yield LaunchForm(shard, whole, spec, divisor, is_on_host, reads_sums, entries, starts, alike_rows), members
+        yield LaunchForm(shard, whole, spec, divisor, is_on_host, reads_sums, entries, starts, alike_rows, ties), members
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:
@@ -218,7 +224,7 @@ def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch
 
 
 class JoinedLaunch(NamedTuple):
-    """Launches that share spec, pass and divisor, of one shard or of all that are kept alike."""
+    """Launches that share spec, pass, divisor and ``ties``, of one shard or of all that are kept alike."""
 
     shards: Sequence[Shard]
     launches: Sequence[Launch | None]  # of each shard; None: nothing of it is updated
@@ -235,6 +241,10 @@ class JoinedLaunch(NamedTuple):
     @property
     def divisor(self) -> int:
         return self._first.divisor
+
+    @property
+    def ties(self) -> bool:
+        return self._first.ties
 
     @property
     def _first(self) -> Launch:
@@ -310,15 +320,15 @@ def joined(shards: Sequence[Shard], launches: Sequence[Launch]) -> Iterator[Join
     Args:
         shards: all of the domain.
     """
-    alike: dict[tuple[Spec, int, int], dict[Shard, Launch]] = {}
+    alike: dict[tuple[Spec, int, int, bool], dict[Shard, Launch]] = {}
     for each in launches:
         device = each.gradients.row_of_block.device
         if each.blocks is None and device == each.shard.device and backend_of(device).joins_shards:
-            alike.setdefault((each.spec, each.number, each.divisor), {})[each.shard] = each
+            alike.setdefault((each.spec, each.number, each.divisor, each.ties), {})[each.shard] = each
         else:
             table = each.gradients if each.blocks is None else each.gradients.only(each.blocks)
             yield JoinedLaunch([each.shard], [each], table)
-    for (spec, _, _), found in alike.items():
+    for (spec, *_), found in alike.items():
         like = next(iter(found))
         kept = [each for each in shards if (each.device, each.format) == (like.device, like.format)]
         kept = [each for each in kept if each in found or each.formats == like.formats]

@@ -434,7 +434,7 @@ def _update_together(
                 if launch is not None
             }
             folded, totals = _folded(factors, each.divisor), each.new_totals()
-            tables = Tables(each.gradients, each.scalars, folded, each.noise, each.products, totals)
+            tables = Tables(each.gradients, each.scalars, folded, each.noise, each.products, totals, each.ties)
             backend_of(each.shards[0].device).run(each.spec, each.number, each.streams(streams), tables)
             each.hand_out(totals)
     return {shard: each for shard, each in chunks.items() if shard not in together}
@@ -449,6 +449,7 @@ def _launch(launch: Launch, each: ChunkUpdate, fetched: Fetched, gradients: Grad
         None if launch.noise is None else noise_from(launch.noise, start),
         None if launch.products is None else launch.products.part(start),
         launch.totals,
+        launch.ties,
     )
     backend_of(streams.param.device).run(launch.spec, launch.number, streams, tables)
 

@@ -23,6 +23,7 @@ from shardopt.kernels.formats import (
     BF16_DITHERED,
     BF16_RANDOM,
     FORMATS,
+    FP16,
     FP32,
     ROOT2,
     SIGNED8,
@@ -202,6 +203,37 @@ def test_a_written_param_joins_a_stale_rest(backend: Backend, device: torch.devi
         exponent = (value.view(torch.int16).int() >> 7 & 0xFF).clamp(min=1) - 127
         unit = 2.0 ** (exponent - 7).double()
         assert bool(((joined.double() - value.double()).abs() <= unit / 2)[finite].all())
+
+
+# From the number that a param is to the master beside it: inside half a unit, the ties, and the next numbers.
+DISTANCES = (-0x10000, -0x8001, -0x8000, -0x7FFF, -1, 0, 1, 0x7FFF, 0x8000, 0x8001, 0x10000)
+NAN_OF_CUDA = 0x7FFFFFFF  # rounds to -0 where a NaN has no case of its own
+
+
+@KERNELS
+@pytest.mark.parametrize("to", [BF16, FP16], ids=lambda each: each.name)
+def test_a_whole_master_follows_a_written_param(backend: Backend, device: torch.device, to: Format) -> None:
+    """A master is kept where it rounds to the param, to the even number where it is a tie; else the param counts."""
+    highs = halves_for(backend, 0, device)[:: 5 if is_interpreted(backend, device) else 1]
+    values = (highs >> 16).short().view(to.dtype)
+    patterns = [values.float().view(torch.int32) + distance for distance in DISTANCES]
+    patterns += [torch.full_like(patterns[0], bits) for bits in (0, -(2**31), 0x7F800000, -0x800000, NAN_OF_CUDA, 1)]
+    pattern, params = torch.cat(patterns), values.repeat(len(patterns))
+    master, size = pattern.view(torch.float32), padded(len(pattern))
+    spec = Spec(passes_of(keep_param.variant({})), to, FP32)
+    for ties in (False, True):
+        rounds = master.to(to.dtype).view(torch.int16) == params.view(torch.int16)
+        if ties and to is BF16:
+            rounds |= (pattern + 0x8000 >> 16).short() == params.view(torch.int16)
+        expected = torch.where(rounds & ~master.isnan(), master, params.float())
+        below, above = torch.zeros(size, dtype=to.dtype, device=device), torch.zeros(size, device=device)
+        below[: len(params)], above[: len(params)] = params.to(device), master.to(device)
+        gradients, _grad = lone(torch.zeros(len(params), device=device))
+        tables = Tables(gradients, torch.empty((1, 0), device=device), ties=ties)
+        with np.errstate(all="ignore"):
+            backend.run(spec, 0, Streams(below, above, ()), tables)
+        assert_same_bits(above[: len(params)].cpu(), expected, f"the kernel, ties={ties}")
+        assert_same_bits(codecs.follow(master, params, ties), expected, f"the codec, ties={ties}")
 
 
 @pytest.mark.slow

@@ -412,6 +412,7 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     small = [torch.randn(count, generator=generator).abs() for _ in range(3)]
     for stream, values in zip((master, *states), small, strict=True):
         stream[start:end] = values
+    param[start:end] = small[0].bfloat16()
     row_of_block = sparse(num_blocks, torch.int32)  # row 0: skipped
     row_of_block[start // BLOCK :] = 1
     rows = torch.tensor([[0, 0], [grad.data_ptr() - 4 * start, end]], dtype=torch.int64)
@@ -423,6 +424,7 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     for stream, values in zip(near, small, strict=True):
         stream[:count] = values
     near_param = torch.zeros(3 * BLOCK, dtype=torch.bfloat16)
+    near_param[:count] = small[0].bfloat16()
     rows = torch.tensor([[grad.data_ptr(), count]], dtype=torch.int64)
     tables = Gradients(torch.zeros(3, dtype=torch.int32), rows, False)
     native_backend.run(spec, 0, Streams(near_param, near[0], tuple(near[1:])), Tables(tables, scalars[1:]))

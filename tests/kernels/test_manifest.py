@@ -33,6 +33,7 @@ EXECUTED = {
     "triton_formats.from_bits": STEPS,
     "triton_formats.shr": STEPS,
     "triton_formats.one_nan_bits": STEPS,
+    "triton_formats.follow": STEPS,
     "triton_formats.join": STEPS,
     "triton_formats.part_master": STEPS,
     "triton_formats.draw": STEPS,

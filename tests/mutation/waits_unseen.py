@@ -45,6 +45,9 @@ _REASONS = {
     },
     "offload.cpu_step": {
         ("CpuStepStore.prefetch", "self._drop_staged()"): _FAILS,
+        ("CpuStepStore.fetch", "self._streams.to_host(..., after self._gradients_made)"): (
+            "the host has waited for the gradients, which are copied after that mark"
+        ),
         ("CpuStepStore._send", "self._streams.to_device(..., after self._streams.now())"): (
             "the host has waited for the gradients, which are copied after all kernels that read the params"
         ),

@@ -126,7 +126,7 @@ def test_a_move_that_fails_has_not_happened(tmp_path: Path) -> None:
 
 
 def test_a_write_outside_of_steps_holds_whole_or_not_at_all(tmp_path: Path) -> None:
-    params, optimizer = make(ShardedAdamW, tmp_path, torch.bfloat16)
+    params, optimizer = make(ShardedAdamW, tmp_path, torch.bfloat16, master="split")
     advance(params, optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
     advance(params, optimizer, range(2, 4))

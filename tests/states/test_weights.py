@@ -47,7 +47,6 @@ def test_the_neighbour_of_a_tie_is_kept_when_it_is_written(offload: str | None) 
                 param.copy_(away)
         elif way == "through .data":
             param.data.copy_(away)
-            opt.refresh_masters()
         opt.step()
         assert raw(param) == raw(even if way == "loaded" else away), way
         expected = masters if way == "loaded" else torch.where(away == even, masters, away.float())
@@ -79,12 +78,10 @@ def written_weights() -> None:
             else:
                 param.data.copy_(value)
             param.grad = None
-        if way != "in place":
-            opt.refresh_masters()
-        else:
+        if way == "in place":
             fill_gradients(params[:1], "integers", 0)
             params[0].grad.zero_()
-            opt.step()  # notices
+            opt.step()
         for which, (param, value, master) in enumerate(zip(params, values, masters, strict=True)):
             now = opt.state[param]["master"]
             now = now.full_tensor() if isinstance(now, Part) else now

@@ -426,7 +426,6 @@ def test_a_norm_that_the_flags_make_no_use_of_is_not_taken() -> None:
         for param in params:
             param.data.fill_(1)
             param.grad = torch.ones(4)
-        optimizer.refresh_masters()
         optimizer.step()
         optimizer.close()
         assert params[0].tolist() == [0.5] * 4

@@ -333,11 +333,9 @@ def label_of(label: str, spec: Spec, aligned: bool) -> str:
 
 def itemsizes(spec: Spec, verb: str, aligned: bool) -> list[int]:
     """Bytes of an element of every stream that one pass reads or writes whole."""
-    found = [each.itemsize for each in spec.states]
+    found = [spec.param.itemsize, *(each.itemsize for each in spec.states)]
     if spec.has_master and spec.master is not None:
         found.append(spec.master.itemsize)
-    if verb == "store" or spec.reads_param:
-        found.append(spec.param.itemsize)
     if verb == "load" and aligned:
         found.append(spec.grad.itemsize)
     return found

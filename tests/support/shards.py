@@ -206,6 +206,12 @@ class HandmadeShard:
             param, rest = part_master(values, format)
             self._items(memory, row, "param").copy_(torch.from_numpy(param.view(np.int16)).view(torch.bfloat16))
             items.copy_(torch.from_numpy(rest))
+        elif name == "master":
+            items.copy_(torch.from_numpy(values))
+            param = self._items(memory, row, "param")
+            rounded = items.to(param.dtype)
+            rounded[::8] = param[::8]  # written since, by others
+            param.copy_(rounded)
         elif format.rounding != "nearest":
             rounded = to_bf16_by_chance(values, added)
             items.copy_(torch.from_numpy(rounded.view(np.int16)).view(torch.bfloat16))
@@ -227,6 +233,10 @@ class HandmadeShard:
         if name == "master" and format is not FP32:
             upper = self._items(memory, row, "param").view(torch.int16).numpy().view(np.uint16)
             return join_master(upper, items.numpy(), format)
+        if name == "master":
+            param = self._items(memory, row, "param")
+            rounds = (items.to(param.dtype).view(torch.int16) == param.view(torch.int16)) & ~items.isnan()
+            return torch.where(rounds, items, param.float()).numpy()
         return items.float().numpy()
 
     def member_group(self, member: Member) -> dict[str, Any]:

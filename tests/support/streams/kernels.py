@@ -75,7 +75,7 @@ def _values(table: Tensor) -> Any:
 
 
 def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> None:
-    streams, next_row, row_of_block, rows, scalars, noise, products, totals, _, _, unscale, clip = arguments
+    streams, next_row, row_of_block, rows, scalars, noise, products, totals, _, _, unscale, clip, ties = arguments
     table, used, part = _values(streams), Rows(row_of_block, rows), spec.passes[number]
     own = [each for each in (spec.param, spec.master if spec.has_master else None) if each is not None]
     writes: list[Span] = []
@@ -90,6 +90,7 @@ def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> Non
             *(each.data_ptr() for each in (row_of_block, rows, scalars, noise)),
             np.float32(unscale),
             np.float32(clip),
+            ties,
             *at[: len(own)],
             *at[2 : 2 + len(part.states)],
             *(each for each in scales_at.values() if each),

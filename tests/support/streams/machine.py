@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from shardopt.offload import sum_of_products
 from tests.support.compiled import nothing_compiled
 
 from . import cuda, hooks, kernels, tensors
@@ -31,6 +32,8 @@ class Machine:
     def __enter__(self) -> Self:
         for each in (cuda.stand_in, tensors.on_card, kernels.carried_out):
             self._stack.enter_context(each(self.book))
+        sum_of_products._numbers.cache_clear()  # another machine's memory
+        self._stack.callback(sum_of_products._numbers.cache_clear)
         self._stack.enter_context(beside())
         self._stack.enter_context(nothing_compiled())
         if self._leaf_streams:
