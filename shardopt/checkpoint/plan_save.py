@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..domain.masters import keep_low_bits
+from ..domain.masters import keep_low_bits, take_sources
 from ..domain.param_state import ParamState
 from ..domain.shard import scales_name
 from ..errors import CheckpointError
@@ -130,6 +130,7 @@ def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments, with_grad
     """
     model.check_savable()
     for domain in model.domains:
+        take_sources(domain)
         if not arguments.full_precision:
             _check_halves(domain)
         keep_low_bits(domain)  # split masters are saved as they are kept

@@ -73,6 +73,7 @@ def allocate(
     is_offloaded = planned.shards_params and domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded)
+    shard.takes_sources = not domain.options.release_gradients
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):

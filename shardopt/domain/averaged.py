@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import OffloadError, ShardoptError
 from ..rules.rule import EMA
 from .agreement import agree_on
-from .masters import begin_averages
+from .masters import begin_averages, take_sources
 from .shard import Shard
 
 if TYPE_CHECKING:
@@ -25,13 +25,15 @@ Slices = dict[Shard, torch.Tensor]  # 1D, as long as the shard and of its params
 def averaged(domain: Domain) -> Iterator[None]:
     """A context, collective at both ends: inside, every param is its average; afterwards it has its weights again.
 
-    Writes to params inside are lost. Params that were never updated (frozen, unused) have no average and stay what they
-    are. Takes memory for one copy of this rank's slices.
+    Params that were never updated (frozen, unused) have no average and stay what they are. Takes memory for two copies
+    of this rank's slices.
 
     Raises:
         OffloadError: a rank cannot read its own slices; nothing changed.
+        ShardoptError: at the end, on all ranks: a param was written inside. The weights are back, without the write.
     """
     with torch.no_grad():
+        take_sources(domain)
         begin_averages(domain)
     shards = [shard for shard in domain.shards if EMA in shard.states]
     weights: Slices = {}
@@ -43,13 +45,18 @@ def averaged(domain: Domain) -> Iterator[None]:
 
     _on_all(domain, read)
     followed = [entry for entry in domain.entries.values() if entry.version == entry.param._version]
+    problem: Exception | None = None
+    is_over = False
     try:
         for shard in shards:
             shard.saved_weights = weights[shard]
         _put(domain, averages)
         with domain.sharded.unsharded() if domain.sharded is not None else nullcontext():
             yield
+        is_over = True
     finally:
+        if is_over:
+            problem = _written_inside(domain, averages)
         try:
             _put(domain, weights)
         except BaseException as error:
@@ -60,6 +67,25 @@ def averaged(domain: Domain) -> Iterator[None]:
                 shard.saved_weights = None
         for entry in followed:  # writes inside are gone: masters need not follow them
             entry.follow_param()
+    agree_on("the end of unsharded(ema=True)", domain.mesh.world, problem)
+
+
+def _written_inside(domain: Domain, averages: Slices) -> Exception | None:
+    """Returns the error for a param of this rank's slices that no longer shows its average; None without one."""
+    for entry in domain.entries.values():
+        own = averages.get(entry.shard)
+        where = entry.shard.slice_of(entry.index).local
+        if own is not None and not _same_bits(entry.shard.params(where.start, where.stop), own[where]):
+            return ShardoptError(
+                f"write to params outside of `with optimizer.unsharded(ema=True):`: {entry.name} was written inside, "
+                "where params are averages. The weights are back as they were before, without the write."
+            )
+    return None
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    kind = torch.int16 if one.element_size() == 2 else torch.int32
+    return torch.equal(one.view(kind), other.view(kind))
 
 
 def has_average(domain: Domain) -> bool:

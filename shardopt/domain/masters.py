@@ -30,6 +30,13 @@ def follow_written_params(domain: Domain) -> None:
     _refresh(domain, (entry for entry in written if entry.master_state is not MasterState.LOADED))
 
 
+def take_sources(domain: Domain) -> None:
+    """Takes the tensors that were assigned to ``param.data`` since the last step, before params are read."""
+    for shard in domain.shards:
+        if shard.takes_sources:
+            shard.bucket.take_sources()
+
+
 def begin_averages(domain: Domain) -> None:
     """Starts the averages that a loaded state lacks with the weights, which may be loaded after the states."""
     late = [e for e in domain.entries.values() if e.begins_average and e.param._version != e.version]

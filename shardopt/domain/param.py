@@ -201,9 +201,15 @@ class ParamRecord:
         return flat[first : first + where.local.stop - where.local.start]
 
     def check(self) -> None:
-        """Raises BindingError if the param no longer lies in its bucket."""
-        if not self.shard.bucket.holds(self.index):
-            param, bucket = self.param, self.shard.bucket
+        """Raises BindingError if the param no longer lies in its bucket. A source that was assigned is taken."""
+        bucket = self.shard.bucket
+        if not bucket.holds(self.index) and not (self.shard.takes_sources and bucket.take_source(self.index)):
+            param = self.param
+            if bucket.is_source(self.index):
+                raise BindingError(
+                    f"call param.copy_(tensor) in place of param.data = tensor for {self.name}: with release_gradients "
+                    "a bucket is updated in the middle of backward, before the tensor could be taken into it."
+                )
             raise BindingError(
                 f"{self.name} was moved, recast or given other storage after the first step (now "
                 f"{_describe(param)}, bound on {bucket.device} as {bucket.dtype}): an update would go to memory that "

@@ -63,6 +63,7 @@ class Shard:
     number: int  # of that bucket, in the reducer
     sum_table: Gradients  # the table of what stays in ``gradient_sum``
     gathered: GatheredBucket | None = None  # if params are sharded
+    takes_sources = True  # False if gradients are released: an update would not wait for a source
     saved_weights: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
     def __init__(
@@ -223,8 +224,11 @@ class Shard:
         It is a view of the state if states lie in memory in fp32.
         """
         where = self.slice_of(index).local
-        if name == "master" and self.has_whole_masters:
-            self._settle(where.start, where.stop)
+        if name == "master":
+            if self.takes_sources:
+                self.bucket.take_source(index)
+            if self.has_whole_masters:
+                self._settle(where.start, where.stop)
         return self.read_chunk(name, where.start, where.stop)
 
     def write(self, name: str, index: int, start: int, values: torch.Tensor) -> None:

@@ -195,7 +195,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Inside, ranks run independently. In-place writes to params stay if all ranks write the same.
 
         Args:
-            ema: shows the moving average of the weights instead (``ema=0.999`` at construction); writes are lost.
+            ema: shows the moving average of the weights instead (``ema=0.999`` at construction). After a write to a
+                param the end of the context raises, on all ranks, and the weights are back.
         """
         return self.engine.unsharded(ema)
 

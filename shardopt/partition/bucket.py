@@ -46,7 +46,7 @@ class Bucket:
         self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
         self._present = list(range(len(self.params)))  # indices of params that were not removed
         self._gather_handle = GatherHandle()
-        self.layout = layout
+        self.layout, self._is_resharded = layout, is_resharded
         first = params[0]
         self.memory = Memory(layout.numel, first.dtype, first.device)
         self.flat = self.memory.tensor  # 1D; padding stays zero
@@ -186,6 +186,34 @@ class Bucket:
             and param.size() == shape
             and param.stride() == strides
         )
+
+    def is_source(self, index: int) -> bool:
+        """True if a tensor of the param's shape, dtype and device was assigned to ``param.data``."""
+        if not self.memory.is_allocated or self.holds(index):
+            return False
+        param, (shape, _) = self.params[index], self._shapes[index]
+        return param.size() == shape and param.dtype is self.dtype and param.device == self.device
+
+    @torch.no_grad()
+    def take_source(self, index: int) -> bool:
+        """Takes the values of a tensor that was assigned to ``param.data``, if it is one that the bucket could be.
+
+        The param lies in the bucket again, and later writes to that tensor do not reach it. Returns whether it was one.
+        """
+        param, (shape, strides) = self.params[index], self._shapes[index]
+        if not self.is_source(index):
+            return False
+        view = self.flat.as_strided(shape, strides, self.layout.offsets[index] + self.flat.storage_offset())
+        view = view if self._is_resharded else with_own_storage(view)
+        view.copy_(param.clone())  # it may be the param's own memory, in another order
+        self._point(index, view)
+        torch.autograd.graph.increment_version([param])  # as by a write in place, which ranks compare
+        return True
+
+    def take_sources(self) -> None:
+        """Calls :meth:`take_source` for every param."""
+        for index in self._present:
+            self.take_source(index)
 
     def release(self) -> None:
         """Gives every param a storage of its own again; params of a freed bucket have no values and keep none."""

@@ -441,6 +441,7 @@ class Gatherer:
         """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
         self.writes.before_write(unit.transport)
         for each in unit.buckets:
+            each.bucket.take_sources()
             each.param_shard.write(each.bucket.shard(unit.transport.ranks.rank))
 
     def write_slice(self, unit: Unit, write: Callable[[], None]) -> None:

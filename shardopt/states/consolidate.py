@@ -10,6 +10,7 @@ import torch
 
 from ..arguments import whole
 from ..domain.agreement import agree_on_call
+from ..domain.masters import take_sources
 from ..domain.param import named_params
 from ..domain.param_state import ParamState
 from .shard_io import names_of
@@ -27,6 +28,7 @@ def consolidate(domain: Domain, to: object, groups: Sequence[Group]) -> dict[tor
         TypeError or ValueError: ``to`` is not a rank; DisagreementError on the ranks that were given another one.
     """
     world = domain.mesh.world
+    take_sources(domain)
     names = [list(dict.fromkeys((*shard.states, *shard.masters))) for shard in domain.shards]
 
     def read() -> dict[str, Any]:
