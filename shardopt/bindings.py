@@ -376,6 +376,19 @@ class Bindings:
             with torch.inference_mode(False):  # what is made in that mode could not be trained later
                 self.bind_module()
 
+    def bind_to_unshard(self) -> None:
+        """Collective at stage 3: binds what is not bound, or a forward in ``unsharded()`` would shard it."""
+        takeover = self.takeover
+        if takeover is None or self.is_closed or not ZeroStage(self.options.stage).shards_params:
+            return
+        if meta_params(takeover.module) or takeover.fresh:
+            raise ShardoptError(
+                "call optimizer.bind(), which gives params their values, before unsharded(): some params of the "
+                "module are on the meta device, and there is nothing to show yet."
+            )
+        with torch.inference_mode(False):  # as in bind_frozen()
+            self.bind_module()
+
     def ensure_bound(self) -> None:
         """Collective: binds params that are not bound yet, as the first step does."""
         if self.takeover is not None:

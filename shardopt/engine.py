@@ -26,7 +26,7 @@ from .domain.memory import memory_in_words, memory_of
 from .domain.relocate import move_states
 from .domain.tiers import tier_of
 from .domain.timings import Timings
-from .domain.unsharded import check_not_unsharded, unsharded
+from .domain.unsharded import check_not_unsharded, resharded, unsharded
 from .errors import BindingError, CommunicationError, ShardoptError, StateError
 from .module.closure import RaiseNow
 from .module.gradients_at_once import reduce_together, sum_tied
@@ -193,6 +193,7 @@ class Engine(Bindings):
         """See :meth:`ShardedOptimizer.unsharded`."""
         with self.turn.take_together("unsharded()"):
             self.finish_gathers()
+            self.bind_to_unshard()
             context = unsharded(self.domains, self.rule, ema)
             context.__enter__()
 
@@ -220,6 +221,7 @@ class Engine(Bindings):
             engine = me()
             assert engine is not None  # hooks live as long as the engine
             engine.check_weights("a backward with release_gradients=True")
+            check_not_unsharded(engine.domains, "a backward with release_gradients=True")
             engine.states.consolidated = None
             return engine.local_groups(), engine.defaults, engine.ensure_domains().whole
 
@@ -245,7 +247,6 @@ class Engine(Bindings):
 
         def evaluate() -> Any:
             self.check_weights("step()")
-            check_not_unsharded(self.domains)
             if closure is not None and not callable(closure):
                 raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
             if closure is None:
@@ -325,7 +326,8 @@ class Engine(Bindings):
         except Exception as error:
             call = dataclasses.replace(call, problem=error)
         try:
-            return run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
+            with resharded(domains.domains, call.problem):
+                return run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
         finally:
             self.local_params.drop_gradients()
             self.local_params.update_dtensors()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments import flag, number, whole, word
 from ..option import Flag, check_fields, option
@@ -28,7 +29,8 @@ def _module(value: object, what: str) -> object:
             f"give module.parameters(), or the module before torch.jit made it: {scripted or 'the module'} is a "
             f"ScriptModule, which calls no hooks of shardopt; {what} would miss its gradients."
         )
-    return value
+    inner = getattr(value, "_orig_mod", None)  # of torch.compile's wrapper, whose forward calls DDP's
+    return inner if isinstance(inner, DistributedDataParallel) else value
 
 
 def _stage(value: object, what: str) -> int:

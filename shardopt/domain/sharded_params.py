@@ -145,19 +145,49 @@ class ShardedParams:
             yield
         finally:
             gatherer.unsharded_contexts -= 1
-            problem: Exception | None = None
+            problem = self._write_back(units)
             for each, holders in zip(units, before, strict=True):
-                try:
-                    gatherer.write_back(each)
-                except OffloadError as error:
-                    problem = error
+                if not each.users:  # a step inside failed, and the unit was not gathered again
+                    continue
                 if _holders(each) > holders:  # a state_dict(), say, which holds the whole params until it is saved
                     gatherer.done_but_viewed(each)
                 else:
                     gatherer.done(each, reshard=True)
-            gatherer.writes.after_writes()
-            if any(each.param_shard.memory is None for unit in units for each in unit.buckets):
-                gatherer.writes.confirm(problem)
+            self._end_writes(units, problem)
+
+    def _write_back(self, units: Sequence[Unit]) -> OffloadError | None:
+        """Collective: writes this rank's slices of whole params. Returns why it could not, for :meth:`_end_writes`."""
+        problem: OffloadError | None = None
+        for each in units:
+            if each.users:
+                try:
+                    self.gatherer.write_back(each)
+                except OffloadError as error:
+                    problem = error
+        return problem
+
+    def _end_writes(self, units: Sequence[Unit], problem: OffloadError | None) -> None:
+        """Collective: waits until every rank has written its slices; raises on all ranks if one could not."""
+        writes = self.gatherer.writes
+        writes.after_writes()
+        if any(each.param_shard.memory is None for unit in units for each in unit.buckets):
+            writes.confirm(problem)
+
+    @contextmanager
+    def resharded(self) -> Iterator[None]:
+        """A context in an ``unsharded()`` one, for a step: params are written back, and gathered again behind it."""
+        gatherer, units = self.gatherer, self.units
+        self._end_writes(units, self._write_back(units))
+        users = [each.users for each in units]
+        for each in units:
+            each.users = 0
+            gatherer.reshard(each)
+        try:
+            yield
+        finally:
+            gatherer.need_all(units)
+            for each, count in zip(units, users, strict=True):
+                each.users = count
 
     def give_back(self) -> None:
         """Collective: makes every param whole. Afterwards no other rank reads this rank's slices."""

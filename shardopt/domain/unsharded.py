@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import flag
 from ..errors import ShardoptError
-from .agreement import agree_on_call
+from .agreement import StepDigest, agree, agree_on_call
 from .averaged import averaged, has_average
 from .domain import Domain
 
 if TYPE_CHECKING:
     from ..rules import Rule
+    from .sharded_params import ShardedParams
 
 
 @contextmanager
@@ -70,10 +71,36 @@ def check_weights(domains: Sequence[Domain], call: str) -> None:
         )
 
 
-def check_not_unsharded(domains: Sequence[Domain]) -> None:
-    """Raises ShardoptError inside of ``unsharded()``, where a step would be undone."""
-    if any(domain.sharded is not None and domain.sharded.gatherer.unsharded_contexts for domain in domains):
+def check_not_unsharded(domains: Sequence[Domain], call: str) -> None:
+    """Raises ShardoptError inside of ``unsharded()`` at stage 3, where an update in backward would be undone."""
+    if any(_unsharded(domains)):
         raise ShardoptError(
-            "leave `with optimizer.unsharded():` before step() at stage 3: the end of the context writes the whole "
+            f"leave `with optimizer.unsharded():` before {call} at stage 3: the end of the context writes the whole "
             "params back, over the update."
         )
+
+
+def _unsharded(domains: Sequence[Domain]) -> Iterator[ShardedParams]:
+    for domain in domains:
+        if domain.sharded is not None and domain.sharded.gatherer.unsharded_contexts:
+            yield domain.sharded
+
+
+@contextmanager
+def resharded(domains: Sequence[Domain], problem: Exception | None) -> Iterator[None]:
+    """A context for a step, collective inside of ``unsharded()``: slices have what was written, and params are sharded.
+
+    Behind it params are whole again, with what the step made of them. Elsewhere it does nothing.
+
+    Args:
+        domains: the main one first.
+        problem: why this rank cannot take the step.
+    """
+    found = list(_unsharded(domains))
+    if found:
+        view = {"step() in unsharded()": True}
+        agree(StepDigest(view, lambda: view, problem), domains[0].mesh.world)
+    with ExitStack() as stack:
+        for each in found:
+            stack.enter_context(each.resharded())
+        yield

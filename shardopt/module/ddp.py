@@ -3,6 +3,7 @@
 DDP goes on to call the module, to broadcast buffers, and to answer ``no_sync()`` and ``state_dict()``.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -103,11 +104,19 @@ def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
     )  # DDP's own logger holds the old reducer, whose buckets would stay allocated
 
 
-def restore_reducer(ddp: DistributedDataParallel) -> None:
-    """Gives DDP a reducer of its own again, as its constructor does."""
+def restore_reducer(ddp: DistributedDataParallel) -> bool:
+    """Gives DDP a reducer of its own again, as its constructor does. Exchanges nothing.
+
+    Returns:
+        False if no param trains now, which a reducer refuses: the first forward with one that does makes it.
+    """
     params, expect_sparse = ddp._build_params_for_reducer()
+    if not params:
+        ddp.reducer = cast(Any, ReturningReducer(ddp))
+        return False
     names = ddp._build_debug_param_to_name_mapping(params)
     ddp._ddp_init_helper(params, expect_sparse, names, ddp.static_graph)
+    return True
 
 
 class RetiredReducer:
@@ -137,6 +146,53 @@ class RetiredReducer:
             "changes of the group) call optimizer.close() first, or pass model.parameters() without the module at "
             f"stage 0 or 1. shardopt has replaced the reducer, and DistributedDataParallel asked it for {name}."
         )
+
+
+class ReturningReducer:
+    """Stands in for DDP's reducer after the end of an optimizer, while all params are frozen (a GAN's other half)."""
+
+    def __init__(self, ddp: DistributedDataParallel):
+        self._ddp = weakref.ref(ddp)  # which holds this object
+
+    def _restored(self) -> dist.Reducer | None:
+        """Returns DDP's reducer, made by this call; None while nothing trains."""
+        ddp = self._ddp()
+        assert ddp is not None  # it makes the call
+        try:
+            return ddp.reducer if restore_reducer(ddp) else None
+        except Exception as error:
+            raise BindingError(
+                "wrap the module in DistributedDataParallel again: DDP's reducer could not be made after the optimizer "
+                f"was closed, so gradients would differ between ranks. {type(error).__name__}: {error}"
+            ) from error
+
+    def prepare_for_forward(self) -> None:
+        """DDP calls it at the beginning of a forward that a reduction follows."""
+        reducer = self._restored()
+        if reducer is not None:
+            reducer.prepare_for_forward()
+
+    def _rebuild_buckets(self) -> bool:
+        """DDP calls it in every forward with gradients, under ``no_sync()`` too."""
+        self._restored()
+        return False
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        pass
+
+    def _delay_all_reduce(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        reducer = self._restored()
+        if reducer is None:
+            raise BindingError(
+                "let a param train (requires_grad_(True)) first: DistributedDataParallel asked its reducer for "
+                f"{name}, and has none while all params are frozen."
+            )
+        return getattr(reducer, name)
 
 
 class RetiredLogger:

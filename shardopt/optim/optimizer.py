@@ -192,7 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def unsharded(self, ema: bool = False) -> AbstractContextManager[None]:
         """Context with whole params on every rank, for ``generate()``, evaluation and export. Collective at both ends.
 
-        Inside, ranks run independently. In-place writes to params stay if all ranks write the same.
+        Inside, ranks run independently. In-place writes to params stay if all ranks write the same. A ``step()`` on all
+        ranks sees them, and leaves the params whole. At stage 3 it binds what is not bound yet.
 
         Args:
             ema: shows the moving average of the weights instead (``ema=0.999`` at construction). After a write to a

@@ -18,7 +18,6 @@ from shardopt import (
     ReleasedError,
     ShardedAdamW,
     ShardedOptimizer,
-    ShardoptError,
     StateError,
     Tuning,
 )
@@ -134,9 +133,6 @@ def generation(neighbours: bool) -> None:
             with opt.unsharded():
                 copied = copy.deepcopy(model)
                 norm = sum(param.norm() for param in model.parameters() if param.numel())
-                if stage == 3:
-                    with pytest.raises(ShardoptError, match="writes the whole params back, over the update"):
-                        opt.step()
             opt.step()
             assert all(type(param) is Parameter for param in copied.parameters())
         results.append((snapshot(model, opt), norm.item(), copied(data(0, 1, W)).sum().item()))
