@@ -45,7 +45,7 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
             gatherer.waiting = partial(domain.clock.phase, "unshard")
         else:
             gatherer = shared
-        of_domain = (transport, domain.gather, domain.fetcher, domain.name_of)
+        of_domain = (transport, domain.gather, domain.gather_slices, domain.fetcher, domain.name_of)
         sharded = ShardedParams(gatherer, *of_domain, leads=shared is None)
     remote = RemoteStates.connect(domain) if mesh.shard.size > 1 else None
     if remote is not None:

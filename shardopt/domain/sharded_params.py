@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from ..partition.comm.all_gather import Window
     from ..partition.comm.transport import Transport
     from ..partition.gatherer import Gatherer
+    from ..partition.layout import Piece
     from ..partition.unit import GatheredBucket, ParamShard
     from .units import UnitPlan
 
 Gather = Callable[[Shard, str], torch.Tensor]
+GatherSlices = Callable[[Shard, torch.Tensor, str], torch.Tensor]
 Namer = Callable[[torch.Tensor], str | None]
 Fetcher = Callable[[Shard, int, str], Callable[[], torch.Tensor] | None]
 
@@ -47,6 +49,7 @@ class ShardedParams:
         gatherer: Gatherer,
         transport: Transport,
         gather: Gather,
+        gather_slices: GatherSlices,
         fetcher: Fetcher,
         name_of: Namer,
         leads: bool = True,
@@ -64,7 +67,8 @@ class ShardedParams:
         self.frozen: list[Shard] = []  # of params that do not train
         # Gathers a resharded param for an operation in the model's own code; see :class:`SliceKeeper`.
         self.gather_for: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
-        self._gather, self._fetcher, self.name_of = gather, fetcher, name_of
+        self._gather, self._gather_slices = gather, gather_slices
+        self._fetcher, self.name_of = fetcher, name_of
 
     @property
     def units(self) -> list[Unit]:
@@ -99,21 +103,32 @@ class ShardedParams:
         def gather(_: torch.Tensor) -> torch.Tensor:
             return shard.as_param(self._gather(shard, "param"), index).clone()
 
+        def gather_slices(local: torch.Tensor) -> torch.Tensor:
+            own = torch.zeros(shard.numel, dtype=local.dtype, device=shard.device)
+            own[shard.slice_of(index).local] = local.to(shard.device)
+            flat = self._gather_slices(shard, own, "copies of params")
+            return shard.as_param(flat, index).to(local.device, copy=True)
+
         def write(whole: torch.Tensor) -> None:
             self.write(param, whole)
 
         take_parts_along()
         own, where, fetch = shard.bucket.params[index], shard.slice_of(index), self._fetcher(shard, index, "param")
-        part = Part(shard.read("param", index), where.start, own, gather, fetch=fetch, write=write)
+        values, is_alone = shard.read("param", index), self.transport.ranks.size == 1
+        part = Part(values, where.start, own, gather, None, fetch, write, gather_slices, is_alone)
         return shown_as(param, part)
 
     def write(self, param: torch.nn.Parameter, whole: torch.Tensor) -> None:
-        """Collective: writes this rank's slice of a whole tensor."""
+        """Collective: writes this rank's slice of a whole tensor, or of a part of the same cut."""
         shard, index = self._places[param]
-        own = shard.bucket.params[index]
-        cast = local_tensor(placed_as(param, whole.detach())).to(shard.device, shard.bucket.dtype)
-        values = shard.in_order(index, cast.expand(own.size()))
-        self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, 0, values))
+        own, where = shard.bucket.params[index], shard.slice_of(index)
+        given = local_tensor(placed_as(param, whole.detach()))
+        if isinstance(given, Part) and _is_cut_alike(given, own, where):
+            start, values = where.start, given.local.to(shard.device, shard.bucket.dtype)
+        else:
+            cast = given.to(shard.device, shard.bucket.dtype)
+            start, values = 0, shard.in_order(index, cast.expand(own.size()))
+        self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, start, values))
         torch.autograd.graph.increment_version([own])
 
     # -- of all ---------------------------------------------------------------------------------------------------
@@ -200,6 +215,12 @@ class ShardedParams:
         self.gatherer.give_up(self.units)
         for shard in self.frozen:
             shard.bucket.release()
+
+
+def _is_cut_alike(part: Part, param: torch.Tensor, where: Piece) -> bool:
+    """True if a part holds what this rank holds of a param, in the same order."""
+    is_same = part.size() == param.size() and part.stride() == param.stride()
+    return is_same and part.start == where.start and part.local.numel() == where.numel
 
 
 def _holders(unit: Unit) -> int:

@@ -46,6 +46,8 @@ class Part(torch.Tensor):
     _gather: Callable[[torch.Tensor], torch.Tensor] | None
     _fetch: Callable[[], torch.Tensor] | None = None
     _write: Callable[[torch.Tensor], None] | None = None
+    _gather_slices: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a snapshot: what it keeps of the record
+    _is_alone: bool = False
     _whole: torch.Tensor | None = None  # the whole in memory of its own, once its address was asked for
 
     @staticmethod
@@ -58,6 +60,8 @@ class Part(torch.Tensor):
         dtype: torch.dtype | None = None,
         fetch: Callable[[], torch.Tensor] | None = None,
         write: Callable[[torch.Tensor], None] | None = None,
+        gather_slices: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        is_alone: bool = False,
     ) -> Self:
         """Makes a part with the size and strides of ``like``.
 
@@ -68,9 +72,12 @@ class Part(torch.Tensor):
             dtype: of the part; by default that of ``local``.
             fetch: reads the other ranks' slices, and returns the whole in host memory.
             write: collective; answers ``copy_()`` of a whole tensor, of which it keeps this rank's slice.
+            gather_slices: collective; makes the whole of what every rank passes as its slice, for copies of the part.
+            is_alone: one rank holds the whole.
         """
         part = cls._wrapper(like, dtype or local.dtype, local.device)
         part.start, part._local, part._gather, part._fetch, part._write = start, local, gather, fetch, write
+        part._gather_slices, part._is_alone = gather_slices, is_alone
         return part
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -165,6 +172,13 @@ class Part(torch.Tensor):
         if values is not self:
             raise self._refused_write("a write to .data")
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # torch would write to what an index returns: a copy of the whole, so that the values would be dropped. A
+        # gradient has views.
+        if type(self) is Part:
+            raise self._refused_write("a write to an index")
+        super().__setitem__(index, value)
+
     def _refused_write(self, call: str) -> StateError:
         return self._refused(call)
 
@@ -178,7 +192,18 @@ class Part(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return Part(self.local.clone(), self.start, self, dtype=self.dtype)
+        if self._gather_slices is None:
+            return Part(self.local.clone(), self.start, self, dtype=self.dtype)
+        return self._snapshot(self.local.clone(), self.dtype)
+
+    def _snapshot(self, local: torch.Tensor, dtype: torch.dtype) -> "Part":
+        """Returns a part of copied values: it can be fetched while the ranks' slices stay, and gathered at any time."""
+        fetch, gather = self._fetch, self._gather_slices
+        if gather is not None and self._is_alone:
+            fetch = partial(_on_host, local, self.size(), self.stride())
+        elif fetch is not None:
+            fetch = partial(_fetch_as, fetch, dtype, gather is not None)
+        return Part(local, self.start, self, gather, dtype, fetch, None, gather, self._is_alone)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saves the whole, as a plain tensor."""
@@ -228,13 +253,11 @@ class Part(torch.Tensor):
         part = next(argument for argument in arguments if isinstance(argument, Part))
         local = tree_map_only(Part, lambda each: each.local, (arguments, keywords))
         local[1].pop("memory_format", None)  # the slice is 1D
-        # A copy or a cast keeps its value while the ranks' slices change: it can be fetched, but not gathered.
-        live = function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-        dtype = local[1].get("dtype") or part.dtype
-        fetch = part._fetch
-        if fetch is not None and not live:
-            fetch = partial(_fetch_as, fetch, dtype)
-        return Part(function(*local[0], **local[1]), part.start, part, part._gather if live else None, dtype, fetch)
+        dtype, own = local[1].get("dtype") or part.dtype, function(*local[0], **local[1])
+        if function in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            return part._snapshot(own, dtype)
+        again = part._gather_slices, part._is_alone
+        return Part(own, part.start, part, part._gather, dtype, part._fetch, None, *again)
 
 
 def _is_write(part: Any, source: Any) -> bool:
@@ -242,8 +265,22 @@ def _is_write(part: Any, source: Any) -> bool:
     return isinstance(part, Part) and part._write is not None and not isinstance(source, Part)
 
 
-def _fetch_as(fetch: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return fetch().to(dtype)
+def _fetch_as(fetch: Callable[[], torch.Tensor], dtype: torch.dtype, can_gather: bool) -> torch.Tensor:
+    try:
+        return fetch().to(dtype)
+    except StateError as error:
+        if not can_gather:
+            raise
+        raise StateError(
+            "load this copy (load_state_dict() takes each rank's slice), or call copy.full_tensor() on every rank; to "
+            "read it on one rank later, make it of v.full_tensor() in place of v. It holds this rank's slice, and the "
+            "other ranks' slices have changed since."
+        ) from error
+
+
+def _on_host(local: torch.Tensor, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+    """Returns a copy of the whole, in host memory, of a slice that is all of it."""
+    return local.cpu().clone().as_strided(size, stride)
 
 
 def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
