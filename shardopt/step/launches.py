@@ -209,7 +209,10 @@ def forms_of(
         entries = {row: each.entry for row, each in members.items()}
         starts = [each.start for each in members.values()]
         alike_rows = list(rows_of.items())
-        yield LaunchForm(shard, whole, spec, divisor, is_on_host, reads_sums, entries, starts, alike_rows, ties), members
+        yield (
+            LaunchForm(shard, whole, spec, divisor, is_on_host, reads_sums, entries, starts, alike_rows, ties),
+            members,
+        )
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:
