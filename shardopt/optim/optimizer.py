@@ -263,8 +263,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def state(self) -> StateView:
         """Mapping from param to its state in torch's form; empty before the first step, except where torch's is not.
 
-        Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` loads one param's state; every
-        rank must do it. Everything else is read-only. Keys that are not tensors are the user's own, as in torch.
+        Tensors are views of the shard on one rank, else parts. ``state[param] = {...}`` and ``state[param][name] = t``
+        load one param's state, and ``del state[param]`` forgets it; every rank must do it.
+        Keys that are not tensors are the user's own, as in torch.
         """
         from .state_view import StateInTurn
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
@@ -12,7 +11,9 @@ import torch
 from ..domain.dtensors import DTensorLocals
 from ..domain.formats import counts_steps, formats_for
 from ..domain.param import named_params
+from ..domain.param_state import ParamState
 from ..errors import StateError
+from .held_state import HeldState
 
 if TYPE_CHECKING:
     from ..domain.param import Group
@@ -49,11 +50,19 @@ class StateView(Mapping[Any, Any]):
     def __getitem__(self, param: Any) -> Any:
         if not _is_param(param):
             return self._states.own[param]
+        return HeldState(StateView(self._engine), param, self.shown(param))
+
+    def take(self) -> AbstractContextManager[None]:
+        """Context of one read or change in the optimizer's turn."""
+        return self._engine.turn.take("optimizer.state")
+
+    def shown(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        """Returns the state of a param in torch's form; empty if it has none."""
         group = self._group_of(param)
         state = self._states.find(param, group)
         if state is None:
-            return MappingProxyType({})
-        return MappingProxyType(DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)), state.margins))
+            return {}
+        return dict(DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)), state.margins))
 
     def __setitem__(self, param: Any, state: Any) -> None:
         """Loads the state of one param: frameworks assign states that they moved to a device."""
@@ -107,14 +116,26 @@ class StateView(Mapping[Any, Any]):
         return f"StateView({dict(self)!r})"
 
     def __delitem__(self, param: Any) -> None:
-        if _is_param(param):
-            self._refuse()
-        del self._states.own[param]
+        """Forgets the state of one param, as before its first step; every rank must do it."""
+        if not _is_param(param):
+            del self._states.own[param]
+        elif self._states.group_of(self._engine.groups, param) is None:
+            self._states.put(param, ParamState(), False)  # surgery replaces the param first, then drops its state
+        elif param not in self:
+            raise KeyError(param)
+        else:
+            self[param] = {}
 
     def pop(self, param: Any, *default: Any) -> Any:
-        if _is_param(param):
-            self._refuse()
-        return self._states.own.pop(param, *default)
+        if not _is_param(param):
+            return self._states.own.pop(param, *default)
+        if param not in self:
+            if default:
+                return default[0]
+            raise KeyError(param)
+        popped = self.shown(param)
+        del self[param]
+        return popped
 
     def setdefault(self, param: Any, default: Any = None) -> Any:
         if _is_param(param):
@@ -123,9 +144,9 @@ class StateView(Mapping[Any, Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StateError(
-            "assign a param's whole state (`state[param] = {...}`), or change state_dict() and give it to "
-            "load_state_dict(); `optimizer.state = {}` forgets all states. optimizer.state is a view of shards, and "
-            "this change would be lost."
+            "assign a param's state (`state[param] = {...}`) or forget it (`del state[param]`), or change state_dict() "
+            "and give it to load_state_dict(); `optimizer.state = {}` forgets all states. optimizer.state is a view "
+            "of shards, and this change would be lost."
         )
 
     popitem = clear = update = _refuse
@@ -137,33 +158,30 @@ class StateInTurn(StateView):
     So a lookup in the middle of a step waits (from another thread) or raises StateError (from a signal handler).
     """
 
-    def _take(self) -> AbstractContextManager[None]:
-        return self._engine.turn.take("optimizer.state")
-
     def __getitem__(self, param: Any) -> Any:
-        with self._take():
+        with self.take():
             return super().__getitem__(param)
 
     def __setitem__(self, param: Any, state: Any) -> None:
-        with self._take():
+        with self.take():
             super().__setitem__(param, state)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._take():
+        with self.take():
             return super().__iter__()
 
     def __contains__(self, param: object) -> bool:
-        with self._take():
+        with self.take():
             return super().__contains__(param)
 
     def __delitem__(self, param: Any) -> None:
-        with self._take():
-            super().__delitem__(param)
+        with self.take():
+            del StateView(self._engine)[param]
 
     def pop(self, param: Any, *default: Any) -> Any:
-        with self._take():
-            return super().pop(param, *default)
+        with self.take():
+            return StateView(self._engine).pop(param, *default)
 
     def setdefault(self, param: Any, default: Any = None) -> Any:
-        with self._take():
+        with self.take():
             return super().setdefault(param, default)

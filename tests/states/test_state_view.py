@@ -132,11 +132,7 @@ def test_keys_of_params_are_not_ones_own() -> None:
     with raises(StateError, "typing"):
         named.load_state_dict({"state": {**state, "typing": state["p0"]}, "param_groups": [by_name]})
     with raises(StateError, "view of shards"):
-        opt.state.pop(params[0])
-    with raises(StateError, "view of shards"):
         opt.state.setdefault(params[0], {})
-    with raises(StateError, "view of shards"):
-        del opt.state[params[0]]
     assert len(opt.state) == 24 and repr(opt.state).startswith("StateView({Parameter containing")
 
 

@@ -1,0 +1,100 @@
+"""``optimizer.state[param]``: a dict of one param's state, whose assignments reach the record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from ..errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .state_view import StateView
+
+
+class HeldState(dict[str, Any]):
+    """A dict whose assignments load the param's state anew, in any format and on any tier; every rank must assign.
+
+    Once the record is forgotten, or the param has left its group, it is the caller's own dict, as in torch: surgery
+    reads a state, deletes it, changes what it read and assigns that to a new param. Copies and pickles are plain dicts.
+    """
+
+    def __init__(self, states: StateView, param: torch.nn.Parameter, shown: dict[str, Any]):
+        super().__init__(shown)
+        self._states, self._param = states, param
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def update(self, *given: Any, **named: Any) -> None:  # type: ignore[override]
+        with self._states.take():
+            if self._is_apart():
+                super().update(*given, **named)
+            else:  # from the state of now: a step may have passed since this was read
+                self._load({**self._states.shown(self._param), **dict(*given, **named)})
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        with self._states.take():
+            if self._is_apart():
+                super().__delitem__(name)
+                return
+            state = self._states.shown(self._param)
+            state.pop(name, None)
+            if not state:
+                self._refuse()
+            self._load(state)
+
+    def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
+        if name not in self and default:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def clear(self) -> None:
+        """Forgets the record, as ``del optimizer.state[param]`` does."""
+        with self._states.take():
+            if self and not self._is_apart():
+                self._states[self._param] = {}
+        super().clear()
+
+    def popitem(self) -> tuple[str, Any]:
+        self._refuse()
+
+    def _is_apart(self) -> bool:
+        return bool(self) and self._param not in self._states
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._states[self._param] = state
+        super().clear()
+        super().update(self._states.shown(self._param))
+
+    def _refuse(self) -> NoReturn:
+        raise StateError(
+            "forget the whole state (`del optimizer.state[param]`): a step needs all of its entries or none, and this "
+            "change would leave some of them out."
+        )
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        import copy
+
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
