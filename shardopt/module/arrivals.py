@@ -30,7 +30,6 @@ from ..tensors.gradient import GradientPart
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
-    from .backward import Backward
 
 # The share of a bucket from which on a param's gradient is copied as it arrives: a gradient that rests is memory that
 # the copy would free.
@@ -47,13 +46,20 @@ class Arrivals:
         stream: on which the gradients that rest were made; None on a CPU.
     """
 
-    def __init__(self, backward: Backward, shard: Shard, entries: Sequence[ParamRecord], is_unsharded: bool):
+    def __init__(
+        self,
+        reduce: Callable[[ParamRecord], object],
+        shard: Shard,
+        entries: Sequence[ParamRecord],
+        is_unsharded: bool,
+    ):
         """
         Args:
+            reduce: takes a gradient that is the last one, or not like the others.
             is_unsharded: True at stage 3, where gradients come while the bucket's unit is here.
         """
         self.shard, self.entries, self.missing = shard, entries, 0
-        self._backward = weakref.ref(backward)  # weak: a cycle would outlive the optimizer
+        self._reduce = reduce
         self._is_unsharded = is_unsharded
         numels = shard.bucket.layout.numels
         large = LARGE * sum(numels)
@@ -82,9 +88,7 @@ class Arrivals:
 
     def arrived(self, param: torch.Tensor) -> None:
         """Takes note of a gradient that is the last of the bucket, or not like the others."""
-        backward = self._backward()
-        if backward is not None:
-            backward.reduce_gradient(self._by_param[id(param)])
+        self._reduce(self._by_param[id(param)])
 
     def rests(self, entry: ParamRecord) -> bool:
         """True if the gradient that has just arrived may stay in ``param.grad`` until the last one."""

@@ -129,7 +129,9 @@ class Backward(RoundGradients):
             _note_unreduced(entry, is_early=True)
             by_shard.setdefault(entry.shard, []).append(entry)
         for shard, some in by_shard.items():
-            self._arrivals[shard] = Arrivals(self, shard, some, self._domain.shards_params)
+            # Held weakly: a cycle would outlive the optimizer.
+            reduce = call_while_alive(lambda me, entry: me.reduce_gradient(entry), self)
+            self._arrivals[shard] = Arrivals(reduce, shard, some, self._domain.shards_params)
             self._hooks += self._arrivals[shard].attach()
         self._number(by_shard)
 

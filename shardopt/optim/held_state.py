@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+import copy
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol, Self
+
+import torch
 
 from ..errors import StateError
 
-if TYPE_CHECKING:
-    import torch
 
-    from .state_view import StateView
+class States(Protocol):
+    """The states of all params, to a caller that has the optimizer's turn."""
+
+    def take(self) -> AbstractContextManager[None]:
+        """Context of one read or change in the optimizer's turn."""
+
+    def shown(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        """Returns the state of a param in torch's form; empty if it has none."""
+
+    def __contains__(self, param: object) -> bool: ...
+
+    def __setitem__(self, param: Any, state: dict[str, Any]) -> None: ...
 
 
 class HeldState(dict[str, Any]):
@@ -19,14 +32,14 @@ class HeldState(dict[str, Any]):
     reads a state, deletes it, changes what it read and assigns that to a new param. Copies and pickles are plain dicts.
     """
 
-    def __init__(self, states: StateView, param: torch.nn.Parameter, shown: dict[str, Any]):
+    def __init__(self, states: States, param: torch.nn.Parameter, shown: dict[str, Any]):
         super().__init__(shown)
         self._states, self._param = states, param
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.update({name: value})
 
-    def update(self, *given: Any, **named: Any) -> None:  # type: ignore[override]
+    def update(self, *given: Any, **named: Any) -> None:
         with self._states.take():
             if self._is_apart():
                 super().update(*given, **named)
@@ -50,7 +63,7 @@ class HeldState(dict[str, Any]):
                 self._refuse()
             self._load(state)
 
-    def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
+    def pop(self, name: str, *default: Any) -> Any:
         if name not in self and default:
             return default[0]
         value = self[name]
@@ -86,14 +99,12 @@ class HeldState(dict[str, Any]):
             "change would leave some of them out."
         )
 
-    def __copy__(self) -> dict[str, Any]:
+    def copy(self) -> dict[str, Any]:
         return dict(self)
 
-    copy = __copy__
+    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        import copy
-
         return copy.deepcopy(dict(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -35,7 +35,8 @@ from .comm.left import RankLeft
 from .comm.reduce_scatter import PHASE
 from .gradient_buckets import DeviceSum
 from .memory import return_free_pages, zeros
-from .streams import ReductionBuffer, StreamUses, last_used
+from .reduction_buffer import ReductionBuffer
+from .streams import StreamUses, last_used
 
 if TYPE_CHECKING:
     from .comm.all_gather import Window
