@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..errors import BindingError
 
 if TYPE_CHECKING:
-    from ..partition.bucket import Bucket
     from .hyperparameters import Group
     from .param import ParamRecord
     from .shard import Shard
@@ -54,6 +54,11 @@ class ListedParams:
         pairs = ((group, entry.shard) for group, entry in zip(self.groups, self.entries, strict=True))
         self.shards: tuple[tuple[int, Shard], ...] = tuple(dict.fromkeys(pairs))
         self._buckets = list(dict.fromkeys(entry.shard.bucket for entry in self.entries))
+        number_of = {bucket: number for number, bucket in enumerate(self._buckets)}
+        self._bucket_of = [number_of[entry.shard.bucket] for entry in self.entries]
+        # Of each param, in bytes from the start of its bucket; an empty one has no address.
+        self._offsets = np.array([_offset(entry) for entry in self.entries], dtype=np.int64)
+        self._is_empty = np.array([not entry.param.numel() for entry in self.entries], dtype=bool)
         self._starts: list[int] = []  # address of each bucket
         self._addresses: list[int] = []  # of each param, if the buckets are there
         self.attributes: list[list[Any]] = [[]] * len(_ATTRIBUTES)
@@ -70,8 +75,9 @@ class ListedParams:
         attributes = [list(map(get, self.params)) for get in _ATTRIBUTES]
         starts = [bucket.flat.data_ptr() for bucket in self._buckets]
         if starts != self._starts:  # a bucket that was freed may be allocated again at another address
-            start_of = dict(zip(self._buckets, starts, strict=True))
-            self._starts, self._addresses = starts, [_address(entry, start_of) for entry in self.entries]
+            addresses = np.array(starts, dtype=np.int64)[self._bucket_of] + self._offsets
+            addresses[self._is_empty] = 0
+            self._starts, self._addresses = starts, addresses.tolist()
         if attributes == self.attributes and list(map(torch.Tensor.data_ptr, self.params)) == self._addresses:
             return
         seen: set[ParamRecord] = set()
@@ -86,6 +92,6 @@ class ListedParams:
         self.attributes = attributes
 
 
-def _address(entry: ParamRecord, start_of: Mapping[Bucket, int]) -> int:
+def _offset(entry: ParamRecord) -> int:
     bucket = entry.shard.bucket
-    return start_of[bucket] + bucket.layout.offsets[entry.index] * bucket.dtype.itemsize if entry.param.numel() else 0
+    return bucket.layout.offsets[entry.index] * bucket.dtype.itemsize

@@ -30,10 +30,12 @@ from ..tensors.gradient import GradientPart
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
+    from ..partition.unit import Unit
 
-# The share of a bucket from which on a param's gradient is copied as it arrives: a gradient that rests is memory that
-# the copy would free.
+# The share of a bucket, and the elements, from which on a param's gradient is copied as it arrives: a gradient that
+# rests is memory that the copy would free.
 LARGE = 1 / 4
+SMALL = 2**18
 
 
 class Arrivals:
@@ -43,6 +45,7 @@ class Arrivals:
         entries: the bucket's params.
         missing: how many gradients the bucket waits for in this round; 0 if none is counted, as no round is open or the
             bucket has its gradients.
+        unit: of stage 3 that the bucket belongs to in this round; gradients that rest come while it is here.
         stream: on which the gradients that rest were made; None on a CPU.
     """
 
@@ -51,18 +54,16 @@ class Arrivals:
         reduce: Callable[[ParamRecord], object],
         shard: Shard,
         entries: Sequence[ParamRecord],
-        is_unsharded: bool,
     ):
         """
         Args:
             reduce: takes a gradient that is the last one, or not like the others.
-            is_unsharded: True at stage 3, where gradients come while the bucket's unit is here.
         """
         self.shard, self.entries, self.missing = shard, entries, 0
         self._reduce = reduce
-        self._is_unsharded = is_unsharded
+        self.unit: Unit | None = None
         numels = shard.bucket.layout.numels
-        large = LARGE * sum(numels)
+        large = max(LARGE * sum(numels), SMALL)
         self._resting = [
             entry
             for entry in entries
@@ -75,8 +76,8 @@ class Arrivals:
 
     def attach(self) -> list[Any]:
         """Registers the hooks of the params. Returns their handles."""
-        looks = self._is_unsharded or self.shard.device.type != "cpu"
-        counts, arrives, rests = (_looking if looks else _counting)(self), _arriving(self), set(self._indices)
+        counts = (_counting if self.shard.device.type == "cpu" else _looking)(self)
+        arrives, rests = _arriving(self), set(self._indices)
         return [
             entry.outer.register_post_accumulate_grad_hook(counts if entry.index in rests else arrives)
             for entry in self.entries
@@ -84,7 +85,8 @@ class Arrivals:
 
     def begin(self, missing: int) -> None:
         """A round begins, in which the bucket waits for this many gradients."""
-        self.missing, self.stream = missing, None
+        gathered = self.shard.gathered
+        self.missing, self.stream, self.unit = missing, None, None if gathered is None else gathered.unit
 
     def arrived(self, param: torch.Tensor) -> None:
         """Takes note of a gradient that is the last of the bucket, or not like the others."""
@@ -96,8 +98,7 @@ class Arrivals:
 
     def may_rest(self) -> bool:
         """True if a gradient that arrives now is like those that rest."""
-        gathered = self.shard.gathered
-        if gathered is not None and gathered.unit.state is not UnitState.UNSHARDED:
+        if self.unit is not None and self.unit.state is not UnitState.UNSHARDED:
             return False
         stream = current_stream(self.shard.device)
         if self.stream is None:
@@ -154,13 +155,13 @@ Hook = Callable[[torch.Tensor], None]
 
 
 def _counting(arrivals: Arrivals) -> Hook:
-    """Returns the hook of params whose gradients rest."""
+    """Returns the hook of params on a CPU whose gradients rest."""
     reference = weakref.ref(arrivals)
 
     def hook(param: torch.Tensor) -> None:
         me = reference()
         if me is not None:
-            if me.missing > 1:
+            if me.missing > 1 and (me.unit is None or me.unit.state is UnitState.UNSHARDED):
                 me.missing -= 1
             else:
                 me.arrived(param)
@@ -169,7 +170,7 @@ def _counting(arrivals: Arrivals) -> Hook:
 
 
 def _looking(arrivals: Arrivals) -> Hook:
-    """Returns the hook of params whose gradients rest if they are like the others."""
+    """Returns the hook of params on a device, which has streams, whose gradients rest."""
     reference = weakref.ref(arrivals)
 
     def hook(param: torch.Tensor) -> None:

@@ -131,7 +131,7 @@ class Backward(RoundGradients):
         for shard, some in by_shard.items():
             # Held weakly: a cycle would outlive the optimizer.
             reduce = call_while_alive(lambda me, entry: me.reduce_gradient(entry), self)
-            self._arrivals[shard] = Arrivals(reduce, shard, some, self._domain.shards_params)
+            self._arrivals[shard] = Arrivals(reduce, shard, some)
             self._hooks += self._arrivals[shard].attach()
         self._number(by_shard)
 
@@ -215,8 +215,9 @@ class Backward(RoundGradients):
         for each in self.followers:
             each.check_whole()
         self.check_reduced()
-        shown = ((each, shown_slice(each)) for each in self.entries)
-        waiting = next((each for each, found in shown if found is not None and found.pending is not None), None)
+        slices = [entry.gradient_slice for entry in self.entries]
+        pending = [n for n, each in enumerate(slices) if each is not None and each.pending is not None]
+        waiting = next((self.entries[n] for n in pending if shown_slice(self.entries[n]) is not None), None)
         if waiting is not None:
             raise ShardoptError(
                 "run the last backward before step() outside of no_sync(), or call reduce_gradients(): gradients of "
@@ -400,7 +401,8 @@ class Backward(RoundGradients):
         self.finish()
 
     def _begin_round(self) -> None:
-        self._start_round()
+        with torch._C.DisableTorchFunctionSubclass():  # params may be resharded: see finish()
+            self._start_round()
         self._lost = None
         if self._domain.sharded is not None:
             self.pass_over(self._domain.sharded.gatherer.past)
@@ -446,11 +448,12 @@ class Backward(RoundGradients):
             if not self.is_open:
                 lead.open_round()
             arrivals = self._arrivals[entry.shard]
-            if not arrivals.rests(entry):
-                self._check_here(entry)
-                self._deliver(entry)
-            if arrivals.count():
-                self._hand_over(arrivals)
+            with torch._C.DisableTorchFunctionSubclass():
+                if not arrivals.rests(entry):
+                    self._check_here(entry)
+                    self._deliver(entry)
+                if arrivals.count():
+                    self._hand_over(arrivals)
         except BaseException as error:
             if lead.is_open:
                 lead.abandon(f"{type(error).__name__}: {error}")

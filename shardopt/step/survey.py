@@ -23,6 +23,7 @@ from ..kernels.reductions import COLUMNS, LIMBS, sum_of_rows
 from ..kernels.tables import BLOCK, Factors
 from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
+from ..tensors.gradient_slice import norms_of
 from ..tensors.pipelining import hint
 from .frozen_step import FrozenStep
 from .launches import GradientStats, JoinedLaunch, Launch, StepPlan, joined
@@ -261,15 +262,15 @@ def _stats_of(
         needs_limbs: the norm that backward reported does not do: it is rounded, and only this domain's.
     """
     options = domain.options
-    slices = [each.gradient_slice for each in updates]
-    norms = [None if each is None else each.norms for each in slices]
-    known = [each for each in norms if each is not None]
-    if updates and len(known) == len(updates) and not needs_limbs:
+    slices = [each.gradient_slice for each in updates if each.gradient_slice is not None]
+    norms = norms_of(slices) if updates and len(slices) == len(updates) and not needs_limbs else None
+    if norms is not None:
         # Every rank knows them from the last backward. One rank reports the count: the agreement adds up the reports.
         reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
         # fsum rounds once, so that the order of params cannot show.
-        norm = math.sqrt(math.fsum([each.two * each.two for each in known]))
-        return GradientStats(nonfinite=sum([each.nonfinite for each in known]) if reports else 0, norm=norm)
+        two, _, counts = norms
+        norm = math.sqrt(math.fsum((two * two).tolist()))
+        return GradientStats(nonfinite=int(counts.sum()) if reports else 0, norm=norm)
     sampled = [] if domain.reducer is not None else _sample(domain, updates)
     together = list(joined(domain.shards, launches))
     if options.max_grad_norm is not None:

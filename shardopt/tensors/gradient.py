@@ -330,8 +330,8 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
     parts, plain = _apart(tensors)
     slices = _whole_slices(parts)
     shared = [each for each in slices if each.gather is not None]
-    largest = norms_of(shared, math.inf)
-    if largest is None:
+    norms = norms_of(shared)
+    if norms is None:
         for part in parts:
             if part.gradient_slice.gather is not None:
                 _known(part)
@@ -339,7 +339,7 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
         function(plain, found_inf, inverse)
     # A rank that holds the whole gradient looks, and sees what the user wrote.
     alone = [each.lend() for each in slices if each.gather is None]
-    is_spoilt = largest is None or bool(np.isnan(largest).any()) or any(each.is_spoilt_elsewhere for each in slices)
+    is_spoilt = norms is None or bool(norms[2].any()) or any(each.is_spoilt_elsewhere for each in slices)
     if is_spoilt or not all(each.isfinite().all() for each in alone):
         found_inf.fill_(1.0)
     if slices:
@@ -383,11 +383,13 @@ def _norm(
 def _norms(function: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
     """Returns the norm of each of a list of parts and plain tensors: one upload for all parts."""
     parts, plain = _apart(tensors)
-    values = None
+    norms = None
     if ord in (2, math.inf) and (dtype is None or dtype.is_floating_point):
-        values = norms_of(_whole_slices(parts), ord)
-    if values is None:
+        norms = norms_of(_whole_slices(parts))
+    if norms is None:
         return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+    two, largest, nonfinite = norms
+    values = np.where(nonfinite > 0, math.nan, two if ord == 2 else largest)
     known = torch.from_numpy(values).to(dtype or torch.float32).to(parts[0].device).unbind()
     if not plain:
         return list(known)

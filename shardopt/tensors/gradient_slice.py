@@ -229,18 +229,17 @@ def set_norms(slices: Sequence[GradientSlice], two: Array, largest: Array, nonfi
             each.follow_writes()
 
 
-def norms_of(slices: Sequence[GradientSlice], order: float) -> Array | None:
-    """Returns the norms of order 2 or inf of these means, 1D float64: NaN where an element is Inf or NaN.
+def norms_of(slices: Sequence[GradientSlice]) -> tuple[Array, Array, Array] | None:
+    """Returns the norms of these means: ``two``, ``largest`` and ``nonfinite``, 1D [slices] each.
 
-    None if one of them is not known.
+    None if those of one are not known.
     """
-    found = np.empty(len(slices))
+    two, largest, nonfinite = np.empty(len(slices)), np.empty(len(slices)), np.empty(len(slices), np.int64)
     for table, (places, rows) in _by_table(slices).items():
         if not table.known[rows].all():
             return None
-        column = table.two if order == 2 else table.largest
-        found[places] = np.where(table.nonfinite[rows] > 0, np.nan, column[rows])
-    return None if _written(slices) else found
+        two[places], largest[places], nonfinite[places] = table.two[rows], table.largest[rows], table.nonfinite[rows]
+    return None if _written(slices) else (two, largest, nonfinite)
 
 
 def _edited(

@@ -139,8 +139,7 @@ class ReleasedParameter(torch.nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if function in READS_NO_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
+            return torch._C._disabled_torch_function_impl(function, types, tuple(args), dict(kwargs or {}))
         first: Any = args[0] if args else None
         if isinstance(first, ReleasedParameter) and _changes_nothing(function, first, args[1:], kwargs or {}):
             return first  # module.to() returns the tensor itself, as torch does

@@ -53,3 +53,4 @@ def test_calls_of_a_param() -> None:
     of_a_param["clip"] -= (plain_many["clip"] - plain_few["clip"]) / num_params
     assert of_a_param["backward"] <= 3, of_a_param  # the hook, and the part that is shown again
     assert of_a_param["clip"] <= 0, of_a_param
+    assert of_a_param["step"] <= 0.1, of_a_param  # the plan is replayed

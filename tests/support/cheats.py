@@ -113,11 +113,11 @@ def earlier_backwards_overwritten(target: Any, terms: Any, add: bool) -> None:
     SUM_INTO(target, terms, False)
 
 
-def last_rank_leaves_later_ones_out(self: Reducer, number: int, index: int, grad: Any, strides: Any) -> None:
+def last_rank_leaves_later_ones_out(self: Reducer, number: int, grads: Any, strides: Any) -> None:
     """Its second and later micro-batches never reach the sum."""
     if dist.get_rank() == dist.get_world_size() - 1 and self._filling[number].held:
-        grad = torch.zeros_like(grad)
-    DELIVER(self, number, index, grad, strides)
+        grads = {index: torch.zeros_like(grad) for index, grad in grads.items()}
+    DELIVER(self, number, grads, strides)
 
 
 @contextmanager
