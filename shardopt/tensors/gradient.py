@@ -300,27 +300,26 @@ def _live_slices(parts: Sequence[GradientPart]) -> list[GradientSlice]:
     return [part.live_slice() for part in parts]
 
 
-def _at_once(change: Callable[..., None], slices_of: Callable[..., list[GradientSlice]] = _whole_slices) -> Any:
-    """Returns the ``_foreach_`` form of a change by at most one number, for a list of parts and plain tensors."""
+def _at_once(
+    name: str, change: Callable[..., None], slices_of: Callable[..., list[GradientSlice]] = _whole_slices
+) -> Any:
+    """Returns the ``_foreach_`` form of the method ``name``, for a list of parts and plain tensors.
+
+    Args:
+        change: makes the change by at most one number to many slices.
+    """
 
     def answer(function: Any, tensors: list[Tensor], *operand: Any) -> None:
         parts, plain = _apart(tensors)
         slices = slices_of(parts)
+        if operand and isinstance(operand[0], list):
+            for tensor, each in zip(tensors, operand[0], strict=True):
+                getattr(tensor, name)(each)
+            return
         if plain:
             function(plain, *operand)
         if slices:
             change(slices, *(_number(function, each, slices) for each in operand))
-
-    return answer
-
-
-def _each(name: str) -> Callable[..., None]:
-    """Returns the ``_foreach_`` form of a method that takes another operand for each tensor."""
-
-    def answer(function: Any, tensors: list[Tensor], operands: list[Any]) -> None:
-        _whole_slices(_apart(tensors)[0])
-        for tensor, operand in zip(tensors, operands, strict=True):
-            getattr(tensor, name)(operand)
 
     return answer
 
@@ -490,6 +489,14 @@ def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any
     return function(part.shaped(part.gradient_slice.alias()).to(part.dtype), *arguments, **keywords)
 
 
+_IN_LISTS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+    "mul_": (_at_once("mul_", multiply), ("Scalar", "Tensor", "List", "ScalarList")),
+    "div_": (_at_once("div_", divide), ("Scalar", "Tensor", "List", "ScalarList")),
+    "neg_": (_at_once("neg_", negate), ("default",)),
+    "zero_": (_at_once("zero_", zero, _live_slices), ("default",)),
+    "clamp_min_": (_at_once("clamp_min_", clamp), ("Scalar",)),
+    "clamp_max_": (_at_once("clamp_max_", _from_above), ("Scalar",)),
+}
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.mul_.Tensor: _multiply,
     aten.div_.Tensor: _divide,
@@ -510,18 +517,10 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
-    aten._foreach_mul_.Scalar: _at_once(multiply),
-    aten._foreach_mul_.Tensor: _at_once(multiply),
-    aten._foreach_mul_.List: _each("mul_"),
-    aten._foreach_mul_.ScalarList: _each("mul_"),
-    aten._foreach_div_.Scalar: _at_once(divide),
-    aten._foreach_div_.Tensor: _at_once(divide),
-    aten._foreach_div_.List: _each("div_"),
-    aten._foreach_div_.ScalarList: _each("div_"),
-    aten._foreach_neg_.default: _at_once(negate),
-    aten._foreach_zero_.default: _at_once(zero, _live_slices),
-    aten._foreach_clamp_min_.Scalar: _at_once(clamp),
-    aten._foreach_clamp_max_.Scalar: _at_once(_from_above),
+} | {
+    getattr(getattr(aten, f"_foreach_{name}"), overload): answer
+    for name, (answer, overloads) in _IN_LISTS.items()
+    for overload in overloads
 }
 # Answered before __torch_dispatch__: functions that torch decomposes or refuses on the way there. Also the functions
 # that clipping calls for every part: the way to __torch_dispatch__ takes longer than the answer.
@@ -533,6 +532,8 @@ _EARLY: dict[Any, Callable[..., Any]] = {
     Tensor.__array__: _to_host,
     torch.linalg.vector_norm: _norm,
     torch._foreach_norm: _norms,
+    torch._foreach_mul_: _IN_LISTS["mul_"][0],
+    torch._foreach_div_: _IN_LISTS["div_"][0],
     Tensor.mul_: _multiply,
 }
 
