@@ -617,7 +617,6 @@ def refused_in_training(stage: int, neighbours: bool) -> None:
     small = ours.module.norm.weight  # whole at every stage
     data = small.data
     for spoil, words in (
-        (lambda: setattr(small, "data", data.clone()), "moved"),
         (lambda: setattr(small, "data", data.double()), "recast"),
         (lambda: setattr(small, "grad", torch.ones_like(data)), "assigned by hand"),
     ):
