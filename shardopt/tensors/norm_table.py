@@ -7,6 +7,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,25 @@ class NormTable:
         """
         self._rounded = _ROUNDINGS[dtype]
         self._numels = np.array(numels, np.int64)
-        rows = len(self._numels)
-        self.two, self.largest, self.nonfinite = np.zeros(rows), np.zeros(rows), np.zeros(rows, np.int64)
-        self.known = np.zeros(rows, bool)
+
+    # Made in the first round, and not at binding, where params have moved already: an error would come too late. Test:
+    # test_each_allocation_of_the_binding_fails_once in tests/step/test_allocations.py.
+
+    @cached_property
+    def two(self) -> Array:
+        return np.zeros(len(self._numels))
+
+    @cached_property
+    def largest(self) -> Array:
+        return np.zeros(len(self._numels))
+
+    @cached_property
+    def nonfinite(self) -> Array:
+        return np.zeros(len(self._numels), np.int64)
+
+    @cached_property
+    def known(self) -> Array:
+        return np.zeros(len(self._numels), bool)
 
     def __getitem__(self, row: int) -> Norms | None:
         if not self.known[row]:

@@ -278,11 +278,6 @@ def no_closure(training: Training) -> None:
     training.closure = None
 
 
-def moved(training: Training) -> None:
-    training.kept = training.params[2].data
-    training.params[2].data = training.kept.clone()
-
-
 def recast(training: Training) -> None:
     training.kept = training.params[2].data
     training.params[2].grad = None
@@ -354,7 +349,6 @@ LATER: dict[str, tuple[Spoil, str, Spoil]] = {
     "sparse gradient": (sparse_gradient, "sparse", third_gradients),
     "closure": (takes_closure, "closure", no_closure),
     "exception in a closure": (closure_fails, "division", no_closure),
-    "moved": (moved, "param 0 of group 1.*moved", moved_back),
     "recast": (recast, "param 0 of group 1.*moved", moved_back),
     "loaded state": (loads_early_state, "steps taken", loads_back),
     "added group": (adds_group, r"params not yet bound|number of", removes_group),
