@@ -389,7 +389,10 @@ def _norms(function: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None
         return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
     two, largest, nonfinite = norms
     values = np.where(nonfinite > 0, math.nan, two if ord == 2 else largest)
-    known = torch.from_numpy(values).to(dtype or torch.float32).to(parts[0].device).unbind()
+    host, device = torch.from_numpy(values).to(dtype or torch.float32), parts[0].device
+    if device.type != "cpu":
+        host = host.pin_memory()  # from pageable memory the host would wait for the copy
+    known = host.to(device, non_blocking=True).unbind()
     if not plain:
         return list(known)
     of_parts, others = iter(known), iter(function(plain, ord, dtype=dtype))
