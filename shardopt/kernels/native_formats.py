@@ -57,6 +57,20 @@ def follow_bf16(param: Any, master: Any, ties: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
+def apart_bf16(param: Any, master: Any) -> Any:
+    """Returns 0 if the master, rounded to nearest and ties to even, is the param."""
+    bits = to_bits(master)
+    rounded = add(add(bits, i32(0x7FFF)), both(shr(bits, i32(16)), i32(1)))  # of some NaN it is a zero
+    return either(shr(sub(rounded, shl(i32(param), i32(16))), i32(16)), i32(master != master))
+
+
+@njit(**COMPILE_OPTIONS)
+def apart_fp16(param: Any, master: Any) -> Any:
+    """Returns 0 if the master, rounded to nearest and ties to even, is the param."""
+    return sub(i32(f32_to_half(master)), i32(param))
+
+
+@njit(**COMPILE_OPTIONS)
 def follow_fp16(param: Any, master: Any, ties: Any) -> Any:
     return where(f32_to_half(master) == param, master, half_to_f32(param))
 

@@ -11,9 +11,14 @@ For AdamW on bf16 params with fp32 masters, Numba compiles this text (shortened)
                 continue
             grad_at = load_i64(rows, row * 2, TABLE)
             s_beta2 = load_f32(scalars, row * 7 + 1, TABLE)
+            apart = i32(0)
+            for i in range(start, start + count):
+                apart = either(apart, apart_bf16(load_u16(param_at, i, 1), load_f32(master_at, i, 2)))
+            if apart != i32(0):  # somebody wrote to the param
+                ... follow_bf16: the master becomes the param wherever it does not round to it
             for i in range(start, start + count):
                 grad = widen_bf16(load_bf16(grad_at, i, 0)) * unscale * clip
-                param = follow_bf16(load_u16(param_at, i, 1), load_f32(master_at, i, 2), i32(ties))
+                param = load_f32(master_at, i, 2)
                 ... the rule; after a state's last assignment: kept_exp_avg = narrow_fp32(state_exp_avg) ...
                 store_fp32(exp_avg_at, i, kept_exp_avg, 3)
                 store_fp32(master_at, i, param, 2)
@@ -64,7 +69,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compilers.native import native_kernel
 from .native_products import OF_BLOCK, loop_over_runs
-from .native_streams import State, param_lines, pointers_of, state_of
+from .native_streams import State, following, param_lines, pointers_of, state_of
 from .tables import BLOCK
 from .translate import function_from_source, native_lines
 
@@ -141,7 +146,7 @@ def step_source(spec: Spec, number: int) -> str:
         "        if count <= 0:",
         "            continue",
         "        grad_at = load_i64(rows, row * 2, TABLE)",
-        *(f"        {line}" for line in (*of_block, *_loops(spec, number, states), *sums)),
+        *(f"        {line}" for line in (*of_block, *following(spec), *_loops(spec, number, states), *sums)),
     ]
     return "\n".join(lines) + "\n"
 

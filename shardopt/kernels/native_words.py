@@ -145,6 +145,21 @@ larger, smaller = _make_i32(_larger), _make_i32(_smaller)
 
 
 @intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Asks for the cache line of an address, which is written soon. The address may be any."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        at = builder.inttoptr(arguments[0], pointer)
+        builder.call(ask, [at, *(ir.Constant(_INT, number) for number in (1, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
 def where(typing_context: Any, condition: Any, x: Any, y: Any) -> Any:
     """Selects, never branches: a branch inside the loop would stop it from being vectorised."""
 
