@@ -92,6 +92,21 @@ def offload_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def host_table() -> list[str]:
+    """Host time of a step beside DDP's, of the smaller and the larger model, on one rank and on two."""
+    one, two = (newest(f"host-{ranks}-ranks")["results"] for ranks in (1, 2))
+    few, many = newest("host-1-ranks")["settings"]["blocks"]
+    lines = [
+        f"| engine, host time x DDP's | 1 rank, {few} blocks | {many} blocks "
+        f"| 2 gloo ranks, {few} blocks | {many} blocks |",
+        "|---|---|---|---|---|",
+    ]
+    for name in one:
+        cells = [interval(each) for found in (one, two) for each in found[name]["over DDP"]]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 MEDIANS = "medians of interleaved pairs, ratios within one run; in parentheses the 95 % interval"
 
 
@@ -168,6 +183,11 @@ def numbers() -> str:
             f"{interval(checkpoint['of disk'])} of a plain write of the same bytes; an asynchronous one "
             f"blocks training for {interval(checkpoint['blocking part of a copy'])} of one copy in memory.",
             "",
+            "**Host time** of a training step with clipping, of a GPT whose arithmetic is negligible: processor time "
+            "of the main thread, what a GPU that is fast enough waits for:",
+            "",
+            *host_table(),
+            "",
             f"Host time that forward, backward and step of two linears of width 16 take beyond the plain model's: "
             f"{1e6 * hooks['added seconds']['shardopt stage 3']['median']:.0f} us at stage 3, "
             f"{1e6 * hooks['added seconds']['FSDP2, torch fused AdamW']['median']:.0f} us with FSDP2. Laying out "
@@ -199,7 +219,9 @@ def on_a_gpu() -> str:
             "",
             f"**A step of one rank** of a GPT of {sizes / 1e6:.1f}M params, bf16, {settings['batch']} sequences of "
             f"{settings['context']} tokens; {settings['rounds']} rounds only, in parentheses the least and largest. "
-            "At this size the device waits for the host to launch kernels. torch's optimizers have no masters here:",
+            "At this size the device waits for the host to launch kernels, and this was measured before rounds and "
+            "steps were replayed: the host's time above says what is left of it. torch's optimizers have no masters "
+            "here:",
             "",
             *train_table(trained),
             "",
