@@ -190,7 +190,7 @@ class ShardedParams:
 
     @contextmanager
     def resharded(self) -> Iterator[None]:
-        """A context in an ``unsharded()`` one, for a step: params are written back, and gathered again behind it."""
+        """A context for a step inside ``unsharded()``: params are written back before it, and gathered after it."""
         gatherer, units = self.gatherer, self.units
         self._end_writes(units, self._write_back(units))
         users = [each.users for each in units]

@@ -90,7 +90,7 @@ def _unsharded(domains: Sequence[Domain]) -> Iterator[ShardedParams]:
 def resharded(domains: Sequence[Domain], problem: Exception | None) -> Iterator[None]:
     """A context for a step, collective inside of ``unsharded()``: slices have what was written, and params are sharded.
 
-    Behind it params are whole again, with what the step made of them. Elsewhere it does nothing.
+    After the step, params are whole again and hold their new values. Outside ``unsharded()`` it does nothing.
 
     Args:
         domains: the main one first.

@@ -71,15 +71,16 @@ class Arrivals:
         ]
         self._params = [entry.param for entry in self._resting]
         self._indices = [entry.index for entry in self._resting]
+        self._rests = frozenset(self._indices)
         self._by_param = {id(entry.outer): entry for entry in entries}
         self.stream: torch.cuda.Stream | None = None
 
     def attach(self) -> list[Any]:
         """Registers the hooks of the params. Returns their handles."""
         counts = (_counting if self.shard.device.type == "cpu" else _looking)(self)
-        arrives, rests = _arriving(self), set(self._indices)
+        arrives = _arriving(self)
         return [
-            entry.outer.register_post_accumulate_grad_hook(counts if entry.index in rests else arrives)
+            entry.outer.register_post_accumulate_grad_hook(counts if entry.index in self._rests else arrives)
             for entry in self.entries
         ]
 
@@ -94,7 +95,7 @@ class Arrivals:
 
     def rests(self, entry: ParamRecord) -> bool:
         """True if the gradient that has just arrived may stay in ``param.grad`` until the last one."""
-        return self.missing > 0 and entry.index in self._indices and self.may_rest()
+        return self.missing > 0 and entry.index in self._rests and self.may_rest()
 
     def may_rest(self) -> bool:
         """True if a gradient that arrives now is like those that rest."""

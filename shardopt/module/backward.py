@@ -2,10 +2,10 @@
 
 A round is one backward that reduces gradients; with gradient accumulation, the last backward before the step. The
 gradient of the module's output, or else the first gradient of a param, opens the round. Autograd accumulates gradients,
-and each one goes to the reducer at once. When autograd is done, the reducer sends the remaining buckets, and
-``param.grad`` becomes a part (:mod:`shardopt.module.round_gradients`). A gradient may arrive after its bucket was sent
-(reentrant activation checkpointing): that bucket is reduced once more, and a second all-reduce reports the norms of
-the new sums.
+and those of a bucket go to the reducer together (:mod:`shardopt.module.arrivals`). When autograd is done, the reducer
+sends the remaining buckets, and ``param.grad`` becomes a part (:mod:`shardopt.module.round_gradients`). A gradient may
+arrive after its bucket was sent (reentrant activation checkpointing): that bucket is reduced once more, and a second
+all-reduce reports the norms of the new sums.
 
 Experts have backwards of their own, whose rounds open, end and are lost with those of the main domain::
 

@@ -284,6 +284,12 @@ def recast(training: Training) -> None:
     training.params[2].data = training.kept.bfloat16()
 
 
+def cut_off(training: Training) -> None:
+    training.kept = training.params[2].data
+    training.params[2].grad = None
+    training.params[2].data = training.kept[:-1].clone()
+
+
 def moved_back(training: Training) -> None:
     training.params[2].grad = None
     training.params[2].data = training.kept
@@ -350,6 +356,7 @@ LATER: dict[str, tuple[Spoil, str, Spoil]] = {
     "closure": (takes_closure, "closure", no_closure),
     "exception in a closure": (closure_fails, "division", no_closure),
     "recast": (recast, "param 0 of group 1.*moved", moved_back),
+    "cut off": (cut_off, "param 0 of group 1.*moved", moved_back),
     "loaded state": (loads_early_state, "steps taken", loads_back),
     "added group": (adds_group, r"params not yet bound|number of", removes_group),
     "unfrozen": (unfreezes, "params not yet bound|requires_grad", freezes),
@@ -413,7 +420,7 @@ def test_error_before_the_step_begins(ranks: Pool) -> None:
 
 
 def test_the_tables_are_long_enough() -> None:
-    assert len(BEFORE) + len(LATER) + len(EARLY_ERROR) >= 39
+    assert len(BEFORE) + len(LATER) + len(EARLY_ERROR) >= 40
 
 
 # -- a rank that is not there ------------------------------------------------------------------------------------------

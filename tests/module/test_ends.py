@@ -73,7 +73,7 @@ def binds_where_it_shows() -> None:
 
 
 def steps_inside(stage: int) -> list[torch.Tensor]:
-    """Lookahead, as timm and pytorch_optimizer write it, reads and writes params behind the step that it wraps."""
+    """Lookahead, as timm and pytorch_optimizer write it, reads and writes params after the step that it wraps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))
     opt: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), **RATES)

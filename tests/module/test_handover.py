@@ -632,6 +632,7 @@ def refused_in_training(stage: int, neighbours: bool) -> None:
             small.grad = None
             small.data = data
             check_close(ours, theirs, opt)
+    small.data = data.clone()  # the same values: taken, and no error
     train_step(theirs, torch_opt, 2)
     train_step(ours, opt, 2)
     check_close(ours, theirs, opt)

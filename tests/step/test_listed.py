@@ -68,6 +68,17 @@ def test_a_param_that_was_moved_after_some_steps(how: str) -> None:
     step(ours, opt, theirs, usual)
 
 
+@pytest.mark.parametrize("how", ["other memory", "other strides"])
+def test_a_tensor_of_its_own_kind_is_taken_as_its_values(how: str) -> None:
+    """What ``param.data = tensor`` means to torch: the next step goes on from these values, and so do later ones."""
+    ours, opt, theirs, usual = stepped()
+    for params in (ours, theirs):
+        values = params[0].data + 1
+        params[0].data = values if how == "other memory" else values.t()
+    for _ in range(2):
+        step(ours, opt, theirs, usual)
+
+
 def test_params_that_moved_between_groups() -> None:
     ours, opt, theirs, usual = stepped()
     for optimizer in (opt, usual):
