@@ -107,6 +107,15 @@ class Bindings:
         if self.is_closed:
             raise ShardoptError("construct a new optimizer: this one was closed and its states released.")
 
+    def settle_states(self) -> None:
+        """Loads states that were assigned before their param was in a group.
+
+        Raises:
+            StateError: one does not fit its param.
+        """
+        self.states.settle(self.groups)
+        self.states.check_fit(self.groups)
+
     def check_weights(self, call: str) -> None:
         """Raises ShardoptError where params show the average of the weights."""
         check_weights(self.domains, call)

@@ -247,6 +247,7 @@ class Engine(Bindings):
 
         def evaluate() -> Any:
             self.check_weights("step()")
+            self.settle_states()
             if closure is not None and not callable(closure):
                 raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
             if closure is None:
@@ -296,7 +297,7 @@ class Engine(Bindings):
         # Params whose values are released check every attribute that is read.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
-        self.states.consolidated = None  # also after a skipped step, in which masters follow written weights
+        self.states.end_step(self.groups)
         self.grad_norm = norm
         self.updates += updated
         if self.takeover is not None:

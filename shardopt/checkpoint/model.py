@@ -219,6 +219,8 @@ class Model:
         """Raises CheckpointError if params and states may belong to different steps, or a name to several params."""
         self._check_unbroken(self.domains)
         self._check_sharded()
+        for engine in self.engines:
+            engine.settle_states()
         for claims in (self.claims, self.buffer_claims):
             claims.check_savable()
 

@@ -94,7 +94,7 @@ class Domain:
     ============================================  ==========================================
     what changes                                  by
     ============================================  ==========================================
-    ``entries``, ``shards``, ``links``            :meth:`adopt`, by bind; :meth:`release`
+    ``entries``, ``shards``, ``links``            :meth:`adopt`, by bind; :meth:`drop_left`; :meth:`release`
     ``store``, and the homes of the shards        :meth:`move_to`
     ``steps_agreed``                              :meth:`count_step`
     ``epoch``, ``clock``                          their own methods; :meth:`end_step`
@@ -105,7 +105,8 @@ class Domain:
     ``overlapped_gather``                         :meth:`overlap_gather`, :meth:`finish_gather`
     ``members``, ``leader``                       :func:`.experts.set_members`
     ``mate_transports``                           :func:`shardopt.step.tensor_mates.put_together`
-    what :meth:`listed` returns                   :meth:`adopt`, :meth:`release`, :meth:`note_slice`, other param groups
+    what :meth:`listed` returns                   :meth:`adopt`, :meth:`drop_left`, :meth:`release`, :meth:`note_slice`,
+                                                  other param groups
     histories of the records                      a step; a load, which counts ``epoch.revision``
     ============================================  ==========================================
     """
@@ -193,8 +194,36 @@ class Domain:
     def listed(self, groups: Sequence[Group]) -> ListedParams:
         """Returns the params of these groups with their records. They are looked up anew if the groups list others."""
         if self._listed is None or not self._listed.are_in(groups):
-            self._listed = ListedParams(groups, self.entries, self.slice_numbers)
+            self._listed = ListedParams(groups, self.entries, self.slice_numbers, self.shards)
         return self._listed
+
+    @property
+    def left(self) -> list[int]:
+        """The numbers of the shards whose params have all left their groups, when these were last looked at.
+
+        None where the module was handed over: it uses its params, whoever updates them.
+        """
+        return [] if self._listed is None or self.options.module is not None else self._listed.left
+
+    def drop_left(self) -> bool:
+        """Frees what :attr:`left` numbers, the same on all ranks. Returns False if there is nothing."""
+        if not self.left:
+            return False
+        gone = [self.shards[number] for number in self.left]
+        with self.epoch.loading():
+            # New tables: threads that serve states may read the old ones.
+            self.shards = [shard for shard in self.shards if shard not in gone]
+            self.entries = {param: entry for param, entry in self.entries.items() if entry.shard not in gone}
+            for shard in gone:
+                shard.bucket.release()
+                shard.home.release()
+                for param in shard.bucket.params:
+                    self.counted_elsewhere.discard(param)
+                    self.slice_numbers.pop(param, None)
+                    self.cut_over.pop(param, None)
+                    self.locals.forget(param)
+            self._listed = None
+        return True
 
     def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[ParamRecord]) -> None:
         """Adds what all ranks have made to the table. Allocates nothing, so it cannot fail on one rank alone."""

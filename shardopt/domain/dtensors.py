@@ -101,6 +101,10 @@ class DTensorLocals:
                 self._table[outer].is_bound = True
         return outers
 
+    def forget(self, local: torch.nn.Parameter) -> None:
+        """Forgets a local param that is bound no more."""
+        self._table.pop(self._outer.pop(local, local), None)
+
     def of(self, param: torch.nn.Parameter) -> torch.nn.Parameter:
         if not is_dtensor(param):
             return param

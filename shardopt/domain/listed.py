@@ -29,6 +29,7 @@ class ListedParams:
         numbers: the index of each one, counted through all groups. The upper 32 bits number the slice of a DTensor.
         others: the params that are not bound.
         shards: (index of a group, shard that holds some of its params), each pair once.
+        left: the numbers of the shards none of whose params is listed.
         attributes: sizes, strides, devices and dtypes of all bound params, when they were checked.
     """
 
@@ -37,6 +38,7 @@ class ListedParams:
         groups: Sequence[Group],
         entries: Mapping[torch.nn.Parameter, ParamRecord],
         slice_numbers: Mapping[torch.nn.Parameter, int],
+        shards: Sequence[Shard],
     ):
         listed = [(param, index) for index, group in enumerate(groups) for param in group["params"]]
         self._ids = [list(map(id, group["params"])) for group in groups]  # of params that are kept alive here
@@ -53,6 +55,8 @@ class ListedParams:
         self.others = [param for param, _ in listed if param not in entries]
         pairs = ((group, entry.shard) for group, entry in zip(self.groups, self.entries, strict=True))
         self.shards: tuple[tuple[int, Shard], ...] = tuple(dict.fromkeys(pairs))
+        kept = {shard for _, shard in self.shards}
+        self.left = [number for number, shard in enumerate(shards) if shard not in kept]
         self._buckets = list(dict.fromkeys(entry.shard.bucket for entry in self.entries))
         number_of = {bucket: number for number, bucket in enumerate(self._buckets)}
         self._bucket_of = [number_of[entry.shard.bucket] for entry in self.entries]

@@ -163,9 +163,10 @@ class RemoteStates:
         self._check_at(moment, name)
 
     def _slice(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
-        domain = self._domain
+        domain, shard = self._domain, None
         end = time.monotonic() + domain.mesh.world.seconds
-        while (shard := self._numbered(number)) is None or domain.epoch.now(name) < moment:
+        # In this order: at the moment that is asked for, the number is that of the shard.
+        while domain.epoch.now(name) < moment or (shard := self._numbered(number)) is None:
             if domain.broken is not None or self._is_closed:
                 break
             if time.monotonic() > end:

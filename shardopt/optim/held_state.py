@@ -20,6 +20,9 @@ class States(Protocol):
     def shown(self, param: torch.nn.Parameter) -> dict[str, Any]:
         """Returns the state of a param in torch's form; empty if it has none."""
 
+    def keep_unfit(self, param: torch.nn.Parameter, found: str) -> None:
+        """Notes that a param's state was assigned what its record cannot hold; the next step raises it."""
+
     def __contains__(self, param: object) -> bool: ...
 
     def __setitem__(self, param: Any, state: dict[str, Any]) -> None: ...
@@ -29,8 +32,12 @@ class HeldState(dict[str, Any]):
     """A dict whose assignments load the param's state anew, in any format and on any tier; every rank must assign.
 
     Once the record is forgotten, or the param has left its group, it is the caller's own dict, as in torch: surgery
-    reads a state, deletes it, changes what it read and assigns that to a new param. Copies and pickles are plain dicts.
+    reads a state, deletes it, changes what it read and assigns that to a new param. Some surgery changes shapes first
+    and deletes then: from the first tensor of another shape on it is the caller's own dict, too, and the next step
+    raises a StateError unless the record was forgotten by then. Copies and pickles are plain dicts.
     """
+
+    _is_unfit = False  # a tensor of another shape was assigned
 
     def __init__(self, states: States, param: torch.nn.Parameter, shown: dict[str, Any]):
         super().__init__(shown)
@@ -41,10 +48,11 @@ class HeldState(dict[str, Any]):
 
     def update(self, *given: Any, **named: Any) -> None:
         with self._states.take():
-            if self._is_apart():
-                super().update(*given, **named)
+            new = dict(*given, **named)
+            if self._is_apart() or self._changes_shape(new):
+                super().update(new)
             else:  # from the state of now: a step may have passed since this was read
-                self._load({**self._states.shown(self._param), **dict(*given, **named)})
+                self._load({**self._states.shown(self._param), **new})
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
         self.update(other)
@@ -86,7 +94,17 @@ class HeldState(dict[str, Any]):
         self._refuse()
 
     def _is_apart(self) -> bool:
-        return bool(self) and self._param not in self._states
+        return self._is_unfit or (bool(self) and self._param not in self._states)
+
+    def _changes_shape(self, new: dict[str, Any]) -> bool:
+        """True, once noted, if one of the tensors has another shape than what it replaces."""
+        tensors = {name: value for name, value in new.items() if isinstance(value, torch.Tensor)}
+        present = {name: self[name] for name in tensors if isinstance(self.get(name), torch.Tensor)}
+        for name, its in present.items():
+            if its.dim() and its.shape != tensors[name].shape:
+                self._is_unfit = True
+                self._states.keep_unfit(self._param, f"{name} of shape {tuple(tensors[name].shape)}")
+        return self._is_unfit
 
     def _load(self, state: dict[str, Any]) -> None:
         self._states[self._param] = state

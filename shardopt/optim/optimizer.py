@@ -294,6 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         from .state_view import StateView
 
         with self.engine.turn.take("state_dict()"):
+            self.engine.settle_states()
             state_dict = to_state_dict(self.engine.groups, StateView(self.engine))
         return self._hooked(self._optimizer_state_dict_post_hooks, state_dict)
 

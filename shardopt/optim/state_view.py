@@ -42,7 +42,8 @@ class StateView(Mapping[Any, Any]):
         return counts_steps(self._engine.rule.of(group), self._engine.options)
 
     def _group_of(self, param: torch.nn.Parameter) -> Group:
-        group = self._states.group_of(self._engine.groups, param)
+        groups = self._engine.groups
+        group = self._states.group_of(groups, param) or self._states.group_left(groups, param)
         if group is None:
             raise KeyError(f"a tensor of shape {tuple(param.shape)} that is in none of the optimizer's param groups")
         return group
@@ -58,18 +59,30 @@ class StateView(Mapping[Any, Any]):
 
     def shown(self, param: torch.nn.Parameter) -> dict[str, Any]:
         """Returns the state of a param in torch's form; empty if it has none."""
+        if param in self._states.unplaced and self._states.group_of(self._engine.groups, param) is None:
+            return dict(self._states.unplaced[param])
         group = self._group_of(param)
+        self._states.settle(self._engine.groups)
+        if param in self._states.unfit:
+            self._states.check_fit(self._engine.groups)
         state = self._states.find(param, group)
         if state is None:
             return {}
         return dict(DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)), state.margins))
+
+    def keep_unfit(self, param: torch.nn.Parameter, found: str) -> None:
+        """Notes that a param's state was assigned what its record cannot hold; the next step raises it."""
+        self._states.unfit[param] = found
 
     def __setitem__(self, param: Any, state: Any) -> None:
         """Loads the state of one param: frameworks assign states that they moved to a device."""
         if not _is_param(param):
             self._states.own[param] = state
             return
-        group = self._group_of(param)
+        group = self._states.group_of(self._engine.groups, param)
+        if group is None:  # surgery puts the param into its group next
+            self._states.unplaced[param] = dict(state)
+            return
         name = next(name for name, each, _ in named_params(self._engine.groups) if each is param)
         read = self._states.read(state, group, param, name)
         self._engine.check_weights("loading a state")
@@ -79,6 +92,7 @@ class StateView(Mapping[Any, Any]):
     # on a disk or have to be decoded.
 
     def __iter__(self) -> Iterator[Any]:
+        self._states.settle(self._engine.groups)
         grouped = {param: group for group in self._engine.groups for param in group["params"]}
         has = self._states.has
         found = [param for param, group in grouped.items() if has(param, group, self._counts_steps(group))]
@@ -109,6 +123,7 @@ class StateView(Mapping[Any, Any]):
     def __contains__(self, param: object) -> bool:
         if not _is_param(param):
             return param in self._states.own
+        self._states.settle(self._engine.groups)
         group = self._states.group_of(self._engine.groups, param)
         return group is not None and self._states.has(param, group, self._counts_steps(group))
 
@@ -119,23 +134,28 @@ class StateView(Mapping[Any, Any]):
         """Forgets the state of one param, as before its first step; every rank must do it."""
         if not _is_param(param):
             del self._states.own[param]
-        elif self._states.group_of(self._engine.groups, param) is None:
-            self._states.put(param, ParamState(), False)  # surgery replaces the param first, then drops its state
-        elif param not in self:
-            raise KeyError(param)
-        else:
-            self[param] = {}
+            return
+        # Surgery may replace the param first, and torch's mapping has an empty state of each param that was looked up.
+        self._engine.check_weights("loading a state")
+        self._states.put(param, ParamState(), False)
 
     def pop(self, param: Any, *default: Any) -> Any:
         if not _is_param(param):
             return self._states.own.pop(param, *default)
-        if param not in self:
+        popped = self.get(param)
+        if popped is None:
             if default:
                 return default[0]
             raise KeyError(param)
-        popped = self.shown(param)
         del self[param]
-        return popped
+        return dict(popped)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """Returns the state of a param, or ``default`` where there is none yet, as torch's mapping does."""
+        try:
+            return self[param] or default if _is_param(param) else self[param]
+        except KeyError:
+            return default
 
     def setdefault(self, param: Any, default: Any = None) -> Any:
         if _is_param(param):
@@ -181,6 +201,10 @@ class StateInTurn(StateView):
     def pop(self, param: Any, *default: Any) -> Any:
         with self.take():
             return StateView(self._engine).pop(param, *default)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        with self.take():
+            return StateView(self._engine).get(param, default)
 
     def setdefault(self, param: Any, default: Any = None) -> Any:
         with self.take():

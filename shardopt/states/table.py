@@ -13,6 +13,7 @@ import torch
 from ..domain.dtensors import DTensorLocals
 from ..domain.param import named_params
 from ..domain.param_state import ParamState
+from ..errors import StateError
 from .shard_io import complete_parts, load_states, names_of, put_state, read_state
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class StateTable:
         waiting: states that were loaded, until their params are bound.
         consolidated: the states of all params, from ``consolidate_state_dict()`` to the next step.
         own: the user's own entries, by keys that are not tensors.
+        unplaced: states that were assigned to params of no group: surgery on a model may do so before the new param is
+            in its group. As they were given.
+        unfit: params whose record was assigned a tensor of another shape -> what was found. Surgery does so before it
+            forgets the record; else the next step raises it.
     """
 
     def __init__(self, rule: Rule, locals_: DTensorLocals):
@@ -39,6 +44,8 @@ class StateTable:
         self.waiting: States = {}
         self.consolidated: States | None = None
         self.own: dict[Any, Any] = {}
+        self.unplaced: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self.unfit: dict[torch.nn.Parameter, str] = {}
         self._places: dict[torch.nn.Parameter, tuple[int, int]] = {}  # group, index in it
         self._rule, self._locals = rule, locals_
 
@@ -108,6 +115,7 @@ class StateTable:
         """Loads one checked state. With ``has_state`` False the param is as before its first step."""
         local = self._locals.of(param)
         self.consolidated = None
+        self.drop_unplaced(param)
         domain = self.domain_of(local)
         if domain is not None:
             with torch.no_grad():
@@ -131,6 +139,43 @@ class StateTable:
                 load_states(domain, states)
         self.waiting = waiting
         self.consolidated = None
+        self.unplaced, self.unfit = {}, {}
+
+    # -- surgery: params are replaced by others, with their states ---------------------------------------------------
+
+    def settle(self, groups: Sequence[Group]) -> None:
+        """Loads the states of params that have come into a group since they were assigned.
+
+        Raises:
+            StateError: one does not fit its param.
+        """
+        for param in [param for param in self.unplaced if self.group_of(groups, param) is not None]:
+            name, group = next((name, group) for name, each, group in named_params(groups) if each is param)
+            state = self.unplaced[param]
+            self.put(param, self.read(state, group, param, name), bool(state))
+
+    def check_fit(self, groups: Sequence[Group]) -> None:
+        """Raises StateError if the state of a param in a group was assigned a tensor of another shape."""
+        for name, param, _ in named_params(groups) if self.unfit else ():
+            if param in self.unfit:
+                raise StateError(
+                    "forget the state (`del optimizer.state[param]`) and assign it to the new param, or assign one of "
+                    f"the param's shape: {self.unfit[param]} was assigned to the state of {name}, and an update with "
+                    "it would be one of other elements."
+                )
+
+    def drop_unplaced(self, param: torch.nn.Parameter) -> None:
+        """Drops what was assigned to a param and no record has."""
+        self.unplaced.pop(param, None)
+        self.unfit.pop(param, None)
+
+    def end_step(self, groups: Sequence[Group]) -> None:
+        """Drops what no step keeps: consolidated states, and what was assigned to params that are in no group."""
+        self.consolidated = None  # also after a skipped step, in which masters follow written weights
+        self.unplaced, self.unfit = {}, {}
+        if self.waiting:
+            listed = {self._locals.of(param) for group in groups for param in group["params"]}
+            self.waiting = {local: state for local, state in self.waiting.items() if local in listed}
 
     # -- the param group of a param --------------------------------------------------------------------------------
 
@@ -145,6 +190,21 @@ class StateTable:
             }
             found = self._look(groups, param)
         return found
+
+    def group_left(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
+        """Returns a group with the states of a param that has left its own; None if the param has no state."""
+        local = self._locals.of(param)
+        domain, waiting = self.domain_of(local), self.waiting.get(local)
+        if domain is not None:
+            rule = domain.entries[local].rule
+            return next((group for group in groups if self._rule.of(group).name == rule), None)
+        names = None if waiting is None else {*waiting.tensors, *waiting.margins}
+
+        def has_them(group: Group) -> bool:
+            variant = self._rule.variant(group, tuple(param.shape))
+            return names is not None and names <= {*variant.states, *variant.margins, "master"}
+
+        return next(filter(has_them, groups), None)
 
     def _look(self, groups: Sequence[Group], param: torch.nn.Parameter) -> Group | None:
         number, index = self._places.get(param, (0, -1))

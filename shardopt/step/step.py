@@ -8,7 +8,8 @@
    in memory that is one launch for each shard, or on a GPU one for all that are kept alike. What does not lie in memory
    is agreed on once more: it is kept on all ranks, or rolled back on all;
 6. gather: the updated shards travel to the other ranks, each as soon as it is updated;
-7. commit: step counts, and versions, so that autograd sees that the params were written.
+7. commit: step counts, and versions, so that autograd sees that the params were written. Buckets whose params have all
+   left their groups are freed.
 
 Phases 2 to 4 change no param and no state, and phase 1 nothing that a second attempt would not do as well: what is
 wrong on any rank until then is raised on all of them.
@@ -111,8 +112,10 @@ def run_step(
         raise undone
     # 7. commit
     for plan in plans:
-        commit(plan)
-        planners[plan.domain].was_taken()
+        if commit(plan):
+            planners[plan.domain].was_taken()
+        else:
+            del planners[plan.domain]  # its plan holds what was freed
     return True, norm
 
 
@@ -232,6 +235,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
             "calls of step()": domain.steps_agreed,
             "call": {"closure": call.closure},
             "groups": numbers,
+            "buckets whose params have left their groups": domain.left,
             "requires_grad": {entry.name: entry.param.requires_grad for entry in entries},
             "gradients": {entry.name: words[present.get(entry)] for entry in entries},
             "steps taken": {entry.name: entry.step for entry in entries},
@@ -246,7 +250,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     proposes = sharded is not None and sharded.gatherer.orders.proposes
     key: list[Any] | None = None
     if domain.mesh.world.size > 1:  # one rank has nothing to compare with
-        key = [domain.steps_agreed, call.closure, numbers, plan.facts, call.scale, stats.norm, departures]
+        key = [domain.steps_agreed, call.closure, numbers, domain.left, plan.facts, call.scale, stats.norm, departures]
     written = len(plan.written)
     return StepDigest(
         key,
@@ -373,8 +377,8 @@ def _update(plans: Sequence[StepPlan], factors: Factors, whole: Sequence[Ranks])
         raise
 
 
-def commit(plan: StepPlan) -> None:
-    """Notes in the records of the params that they were updated."""
+def commit(plan: StepPlan) -> bool:
+    """Notes in the records of the params that they were updated. Returns False if buckets were freed."""
     _mark_used(plan)
     for history, carried in plan.advances:
         history.advance(carried)
@@ -384,7 +388,10 @@ def commit(plan: StepPlan) -> None:
             each.entry.note_update(plan.margins.get(each.entry, {}))
         for entry in (*plan.written, *(each.entry for each in plan.updates)):
             entry.follow_param()
+    # Before the step ends, at which ranks that are ahead begin to ask for states by the new numbers of shards.
+    is_whole = not plan.domain.drop_left()
     plan.domain.end_step()
+    return is_whole
 
 
 def _mark_used(plan: StepPlan) -> None:

@@ -34,10 +34,10 @@ def test_an_assignment_reaches_the_record(options: dict[str, Any]) -> None:
     assert opt.state[param]["step"] == 2  # the count of now, not of the read
     held["step"] = torch.tensor(7.0)
     assert opt.state_dict()["state"][0]["step"] == 7
-    with pytest.raises(StateError, match="shape"):
-        held["exp_avg"] = torch.ones(3)
     with pytest.raises(StateError):
         del held["exp_avg"]
+    with pytest.raises(StateError, match="shape"):
+        opt.state[param] = {**held, "exp_avg": torch.ones(3)}
     assert opt.state[param]["exp_avg"].eq(1).all()
 
 
@@ -47,8 +47,7 @@ def test_a_state_is_forgotten_and_what_was_read_is_the_callers() -> None:
     assert type(copy.copy(held)) is type(copy.deepcopy(held)) is type(pickle.loads(pickle.dumps(held))) is dict
     del opt.state[param]
     assert param not in opt.state and torch.equal(held["exp_avg"], before)
-    with pytest.raises(KeyError):
-        del opt.state[param]
+    del opt.state[param]  # torch's has an empty one of each param that was looked up
     held["exp_avg"] = held["exp_avg"][:4096]
     held["exp_avg_sq"] = held["exp_avg_sq"][:4096]
     new = torch.nn.Parameter(param.detach()[:4096].clone())
