@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
+from .fetched_view import writes_to
 from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
-from .part import Mask, Part, refusal, writes_to
+from .part import Mask, Part, refusal
 from .pipelining import is_called_by_pipeline
 
 if TYPE_CHECKING:

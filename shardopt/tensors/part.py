@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError
+from .fetched_view import as_views, writes_to
 
 # Functions of single elements: they mean the same for the slice alone and for the whole.
 _ELEMENTWISE = {
@@ -284,20 +285,15 @@ def _on_host(local: torch.Tensor, size: torch.Size, stride: tuple[int, ...]) -> 
 
 
 def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Answers functions that only read: fetches the whole from the other ranks. The result is on the part's device."""
+    """Answers functions that only read: fetches the whole from the other ranks. The result is on the part's device.
+
+    A view of what was fetched refuses writes.
+    """
     parts = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Part)]
     if writes_to(Part, function, arguments, keywords) or any(part._fetch is None for part in parts):
         raise refusal(function)
     arguments, keywords = tree_map_only(Part, lambda part: part.read_whole().to(part.device), (arguments, keywords))
-    return function(*arguments, **keywords)
-
-
-def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """True if the function would change an argument of this kind."""
-    schema = function._schema.arguments
-    named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
-    written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
-    return any(isinstance(leaf, kind) for leaf in tree_leaves(written))
+    return as_views(function, function(*arguments, **keywords))
 
 
 def refusal(function: Any) -> StateError:

@@ -80,9 +80,39 @@ def test_early_stopping(ranks: Pool) -> None:
         ranks.run(early_stopping, world=world)
 
 
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def views_are_read() -> None:
+    """A view of an entry reads as torch's own of the same values, alone or among plain tensors."""
+    model, opt = made()
+    train_step(model, opt, 0)
+    entry = model.state_dict()["first.weight"]
+    whole = entry.full_tensor()
+    assert type(whole) is torch.Tensor
+    for view, own in ((entry.t(), whole.t()), (entry[1], whole[1]), (entry.split(2)[1], whole.split(2)[1])):
+        assert view.tolist() == own.tolist() and raw(view) == raw(own) and torch.equal(view, own)
+        assert type(view + 1) is type(view.clone()) is torch.Tensor and raw(view @ own.t()) == raw(own @ own.t())
+        array = view.numpy()
+        assert not array.flags.writeable and (array == own.numpy()).all()
+        assert raw(through_a_file(view)) == raw(own) and type(copy.deepcopy(view)) is torch.Tensor
+        assert repr(view) == repr(own) and float(view.reshape(-1)[0]) == float(own.reshape(-1)[0])
+        into = torch.from_dlpack(view).zero_()
+        assert not into.any() and torch.equal(view, own)
+        with raises(StateError, "unsharded()"):
+            torch.mul(own, 2, out=view)
+        assert torch.equal(torch.empty_like(own).copy_(view), own)
+    opt.close()
+
+
 def test_one_rank_reads(ranks: Pool) -> None:
     for world in (1, 2):
         ranks.run(one_rank_reads, world=world)
+        ranks.run(views_are_read, world=world)
 
 
 def rows_of_the_page() -> dict[str, str]:

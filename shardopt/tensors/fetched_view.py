@@ -1,0 +1,106 @@
+"""A view of a part: it reads as any tensor, and refuses writes, which would go to what was fetched and be lost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import StateError
+
+
+class FetchedView(torch.Tensor):
+    """What ``part[3]``, ``part.t()`` or ``part.unbind()`` return: views of the whole, which was fetched for them.
+
+    Copies, files and results of functions are plain tensors.
+    """
+
+    _plain: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor) -> Self:
+        view: Self = torch.Tensor._make_subclass(cls, plain)
+        view._plain = plain
+        return view
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+
+    # What C functions refuse for any subclass, or do without a look at the class.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        array = self._plain.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        return self._plain.tolist()
+
+    def __dlpack__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._plain.clone().__dlpack__(*arguments, **keywords)  # whoever takes it may write to it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self._plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values is not self:
+            _refuse("a write to .data")
+
+    def apply_(self, *arguments: Any) -> Self:
+        _refuse("apply_()")
+
+    def map_(self, *arguments: Any) -> Self:
+        _refuse("map_()")
+
+    def map2_(self, *arguments: Any) -> Self:
+        """Refused, as :meth:`map_` is."""
+        _refuse("map2_()")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        kinds: Sequence[type],
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(keywords or {})
+        if writes_to(cls, function, tuple(arguments), keywords):
+            _refuse(function)
+        its = tree_map_only(cls, lambda view: view._plain, (tuple(arguments), keywords))
+        return as_views(function, function(*its[0], **its[1]))
+
+
+def as_views(function: Any, found: Any) -> Any:
+    """Returns what a function found, views of its arguments as views that refuse writes."""
+    return tree_map_only(torch.Tensor, FetchedView, found) if function.is_view else found
+
+
+def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """True if the function would change an argument of this kind."""
+    schema = function._schema.arguments
+    named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
+    written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
+    return any(isinstance(leaf, kind) for leaf in tree_leaves(written))
+
+
+def _refuse(call: object) -> NoReturn:
+    raise StateError(
+        "write to the param (at stage 3 in `with optimizer.unsharded():`), assign its state, or write to what "
+        f"part.full_tensor() returned, which every rank calls: {call} would change a view of a tensor of which this "
+        "rank holds a slice only, and so a copy that nothing reads."
+    )
