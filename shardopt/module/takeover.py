@@ -153,6 +153,7 @@ class ModuleTakeover:
         elsewhere = trained_elsewhere() if trainable else set()
         for name, param in trainable.items():
             if param not in elsewhere:
+                self._check_not_replaced(name, param)
                 raise BindingError(
                     "freeze it (requires_grad_(False)), add it to a group (optimizer.add_param_group({'params': "
                     "...})), or give it to a torch.optim optimizer before the first forward: "
@@ -167,6 +168,19 @@ class ModuleTakeover:
                     "are not averaged for other optimizers."
                 )
         self.averaged.named, self._frozen = trainable, [each for each in left.values() if not each.requires_grad]
+
+    def _check_not_replaced(self, name: str, param: nn.Parameter) -> None:
+        """Raises BindingError if a param of the module stands where a bound one was."""
+        present = set(self.module.parameters())
+        for domain in () if self._domain is None else (self._domain, *self._experts):
+            gone = (entry for entry in domain.entries.values() if entry.outer not in present)
+            if any(entry.shape == tuple(param.shape) for entry in gone):
+                raise BindingError(
+                    "load without assign=True (module.load_state_dict(state_dict)), or write to the param (param.copy_("
+                    f"tensor) under no_grad()): {name} is a new Parameter in place of one that the optimizer trains, "
+                    "as load_state_dict(assign=True) makes them, and no step would reach it. To train the new one, "
+                    "call close() and construct the optimizer anew."
+                )
 
     def averages_for_others(self) -> bool:
         """True if another optimizer trains a param of the module; raises BindingError as ``check_covered`` does."""

@@ -38,7 +38,20 @@ if TYPE_CHECKING:
     from .state_view import StateView
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
+Method = TypeVar("Method", bound=Callable[..., Any])
 Closure = Callable[[], Any]
+
+
+def _untraced(method: Method) -> Method:
+    """Keeps a method out of graphs: a train step that is compiled as a whole breaks there, and goes on behind it."""
+    found: Any = _disable_dynamo(method)
+    # What torch.compiler.disable(reason=...) sets: Dynamo says it where graphs may not break, before anything has run.
+    found._torchdynamo_disable = True
+    found._torchdynamo_disable_msg = (
+        f"call optimizer.{method.__name__}() after the compiled function, or compile without fullgraph=True: a step of "
+        "a sharded optimizer runs kernels of its own and tells other ranks, which no graph holds"
+    )
+    return found  # type: ignore[no-any-return]
 
 
 class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
@@ -201,6 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.unsharded(ema)
 
+    @_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does what torch's does, and forgets a backward that failed."""
         with self.engine.turn.take("zero_grad()"):
@@ -230,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """True if GradScaler should hand over its scale and overflow instead of skipping ``step()`` itself."""
         return bool(self.defaults.get("fused"))
 
-    @_disable_dynamo
+    @_untraced
     def step(self, closure: Closure | None = None) -> Any:
         """Updates every param that has a gradient. Collective; threads of one process take turns.
 

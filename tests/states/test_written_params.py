@@ -15,6 +15,7 @@ from shardopt import (
     BindingError,
     DisagreementError,
     Part,
+    ShardedAdamW,
     ShardedOptimizer,
     ShardedSGD,
     ShardoptError,
@@ -277,9 +278,28 @@ def what_is_refused() -> None:
         trained(model, opt)
         with opt.unsharded():
             values = {name: value.clone() for name, value in model.state_dict().items()}
-        with raises(ShardoptError, "one"):
+        with raises(ShardoptError, "load without assign=True", "one is a new Parameter"):
             model.load_state_dict(values, assign=True)
             trained(model, opt)
+    model, opt = made()
+    model.one.data = model.one.data.view(-1)
+    for read in (lambda: opt.state[model.one], opt.state_dict, opt.step):
+        with raises(BindingError, "was moved, recast"):
+            read()
+
+
+def test_a_param_of_two_optimizers() -> None:
+    """Each takes the values that the other one left, as in torch."""
+    ends = []
+    for first, second in ((torch.optim.AdamW, torch.optim.SGD), (ShardedAdamW, ShardedSGD)):
+        param = Parameter(torch.linspace(-1, 1, 1600))
+        both: list[Any] = [first([param], lr=0.01), second([param], lr=0.1, momentum=0.9)]
+        for number in range(5):
+            for opt in both:
+                fill_gradients([param], "heavy_tailed", number)
+                opt.step()
+        ends.append(param.detach().clone())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-6)
 
 
 PAGE = {
