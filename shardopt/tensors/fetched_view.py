@@ -87,7 +87,12 @@ class FetchedView(torch.Tensor):
 
 def as_views(function: Any, found: Any) -> Any:
     """Returns what a function found, views of its arguments as views that refuse writes."""
-    return tree_map_only(torch.Tensor, FetchedView, found) if function.is_view else found
+    return tree_map_only(torch.Tensor, FetchedView, found) if makes_views(function) else found
+
+
+def makes_views(function: Any) -> bool:
+    """True if a function's result shares its argument's memory. One does so without a word of it in its schema."""
+    return function.is_view or function is torch.ops.aten._unsafe_view.default
 
 
 def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:

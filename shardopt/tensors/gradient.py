@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
-from .fetched_view import writes_to
+from .fetched_view import makes_views, writes_to
 from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
 from .part import Mask, Part, refusal
 from .pipelining import is_called_by_pipeline
@@ -463,9 +463,12 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
             raise _refusal(function)
 
     def unwrap(part: GradientPart) -> Tensor:
-        return part.shaped(part.gradient_slice.alias()) if function.is_view else part.whole()
+        return part.shaped(part.gradient_slice.alias()) if makes_views(function) else part.whole()
 
     arguments, keywords = tree_map_only(GradientPart, unwrap, (arguments, keywords))
+    if function is torch.ops.aten.as_strided.default and arguments[3:] and arguments[3] is not None:
+        # A part begins at 0, and its slice somewhere in a bucket.
+        arguments = (*arguments[:3], arguments[3] + arguments[0].storage_offset())
     return function(*arguments, **keywords)
 
 
