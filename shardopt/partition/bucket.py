@@ -187,9 +187,9 @@ class Bucket:
             and param.stride() == strides
         )
 
-    def keeps_shape(self, index: int) -> bool:
-        """True if the param has the shape that it was bound with."""
-        return self.params[index].size() == self._shapes[index][0]
+    def keeps_dims(self, index: int) -> bool:
+        """True if the param has the number of dimensions that it was bound with."""
+        return self.params[index].dim() == len(self._shapes[index][0])
 
     def is_source(self, index: int) -> bool:
         """True if a tensor of the param's shape, dtype and device was assigned to ``param.data``."""

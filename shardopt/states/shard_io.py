@@ -22,9 +22,9 @@ def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:
     """Returns the state of one param: views of the shard if one rank holds everything, else parts.
 
     Raises:
-        BindingError: ``param.data`` was assigned a tensor of another shape.
+        BindingError: ``param.data`` was assigned a tensor of another number of dimensions.
     """
-    if not entry.shard.bucket.keeps_shape(entry.index):
+    if not entry.shard.bucket.keeps_dims(entry.index):
         entry.check()
     moment = domain.epoch.now("state")  # before the counters: a step of another thread may change them meanwhile
     tensors = {name: _read_tensor(domain, entry, name, moment) for name in names_of(domain, entry, group)}
