@@ -40,6 +40,7 @@ from .partition.zero_stage import ZeroStage
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict
+from .step.program import ELEMENTWISE
 from .step.step import NOTHING_DONE, Call, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
@@ -441,6 +442,13 @@ class Engine(Bindings):
         """See :meth:`ShardedOptimizer.timings`."""
         with self.turn.take("timings()"):
             return Timings.of_all([domain.timings() for domain in self.domains])
+
+    def program(self) -> str:
+        """See :meth:`ShardedOptimizer.program`."""
+        with self.turn.take("program()"):
+            if self.options.release_gradients:
+                return str(ELEMENTWISE)
+            return "\n\n".join(str(planner.program) for planner in self.planners.values())
 
     def traffic(self) -> dict[str, int]:
         """Returns the bytes that this rank has received from others, by kind."""

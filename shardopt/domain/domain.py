@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import CommunicationError, OffloadError, RuleError
-from ..partition.comm.group import Traffic
+from ..errors import BindingError, CommunicationError, OffloadError, RuleError
+from ..partition.comm.group import Ranks, Traffic
+from ..partition.comm.transport import Transport
 from ..partition.zero_stage import ZeroStage
 from .agreement import agree_on
 from .bucket_plan import MatrixStats, matrix_stats
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
     from ..offload.store import ShardStorage, Store
     from ..partition.comm.async_gather import AsyncGather
-    from ..partition.comm.group import Ranks
-    from ..partition.comm.transport import Transport
     from ..partition.gatherer import Gatherer
     from ..partition.mesh import Mesh
     from ..partition.reducer import Reducer
@@ -89,7 +88,6 @@ class Domain:
         cut_over: local param -> the ranks that hold the other slices, in each dimension of a mesh that it is cut along;
             of rules that look at whole params.
         overlapped_gather: the gather that the last step did not wait for.
-        mate_transports: the transports to the tensor mates, who hold other slices of matrices, by their group.
 
     ============================================  ==========================================
     what changes                                  by
@@ -104,7 +102,6 @@ class Domain:
     ``remote``                                    :meth:`retire`, :meth:`release`
     ``overlapped_gather``                         :meth:`overlap_gather`, :meth:`finish_gather`
     ``members``, ``leader``                       :func:`.experts.set_members`
-    ``mate_transports``                           :func:`shardopt.step.tensor_mates.put_together`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`drop_left`, :meth:`release`, :meth:`note_slice`,
                                                   other param groups
     histories of the records                      a step; a load, which counts ``epoch.revision``
@@ -136,7 +133,7 @@ class Domain:
         self.cut_over: dict[torch.nn.Parameter, Sequence[Ranks]] = {}
         self._listed: ListedParams | None = None
         self.overlapped_gather: OverlappedGather | None = None
-        self.mate_transports: dict[dist.ProcessGroup, Transport] = {}
+        self._to_mates: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
         # Puts hooks on the module and starts the gather, or returns False: the step must wait. Set by the takeover.
@@ -276,6 +273,25 @@ class Domain:
                 found.setdefault(ranks, []).append(entry)
         return found
 
+    def transport_to_mates(self, group: dist.ProcessGroup) -> Transport:
+        """Collective at its first call: returns the transport to the ranks that hold other slices of matrices.
+
+        Raises:
+            BindingError: the mates are not those of the same number in their data-parallel groups; on all of them.
+        """
+        if group not in self._to_mates:
+            tuning, shard = self.options.tuning, self.mesh.shard
+            ranks = Ranks(group, tuning.deadline)
+            found = ranks.exchange([shard.rank, shard.size], "comparing data-parallel groups of tensor mates")
+            if any(each != found[0] for each in found):
+                raise BindingError(
+                    "take the groups of both dimensions from one DeviceMesh: ranks of a tensor mesh have the numbers "
+                    f"{[rank for rank, _ in found]} in their data-parallel groups, of {[size for _, size in found]} "
+                    "ranks. Slices of matrices could not be put together on one rank."
+                )
+            self._to_mates[group] = Transport.of(ranks, self.device, tuning.neighbours)
+        return self._to_mates[group]
+
     # -- params under way ------------------------------------------------------------------------------------------
 
     @property
@@ -393,7 +409,7 @@ class Domain:
         counted = [] if self.links is None else [self.links.shards.traffic, self.links.replicas.traffic]
         if self.sharded is not None and all(self.sharded.transport.traffic is not each for each in counted):
             counted.append(self.sharded.transport.traffic)  # offloaded slices have a transport of their own
-        counted += [each.traffic for each in self.mate_transports.values()]
+        counted += [each.traffic for each in self._to_mates.values()]
         return {kind.name: sum(getattr(each, kind.name) for each in counted) for kind in fields(Traffic)}
 
     def matrix_stats(self, groups: Sequence[Group]) -> MatrixStats:

@@ -13,7 +13,7 @@ from ..domain.hyperparameters import plain_numbers
 from ..domain.matrix_placement import matrix_placement_of
 from ..errors import ShardoptError
 from ..partition.layout import BLOCK
-from ..rules.matrix import STACK, MatrixRule, MatrixVariant, check_runs, matrices_of, scalars_of_matrices
+from ..rules.matrix import STACK, MatrixRule, check_runs, matrices_of, scalars_of_matrices
 from ..tensors.strides import dense_strides
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def _check_unequal(
 ) -> None:
     numbers = plain_numbers(group)
     variant = rule.variant(numbers)
-    assert isinstance(variant, MatrixVariant)
+    assert variant.around is not None
     with suppress(KeyError):  # the user may add a key for a rule of their own later
         runs = scalars_of_matrices(shapes, lambda shape: rule.evaluate(variant, {**numbers, "shape": shape}, 1, {})[0])
         lie_in_rows = not is_cut and dense_strides(param)[-2:] == (param.shape[1], 1)
-        check_runs(runs, BLOCK, lie_in_rows, len(variant.accumulate.scalars))
+        check_runs(runs, BLOCK, lie_in_rows, len(variant.around[0].scalars))
 
 
 # -- which params of a module are matrices of hidden layers ------------------------------------------------------------

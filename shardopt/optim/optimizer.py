@@ -407,6 +407,15 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.schedule()
 
+    def program(self) -> str:
+        """Returns what the update of the last step did, an operation a line; ``print(opt.program())`` shows it.
+
+        AdamW's is one pass over the shards. Rules that look at whole params or matrices have more of them, and
+        exchanges between them, to which all ranks come in this order. Experts with a ``process_group`` of their own
+        have a program of their own. Empty before the first step.
+        """
+        return self.engine.program()
+
     def timings(self) -> Timings:
         """Returns the seconds of each phase of a step, medians of the last 100. The profiler shows the phases too."""
         return self.engine.timings()

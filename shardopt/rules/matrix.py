@@ -39,14 +39,6 @@ STACK = "stack"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixVariant(Variant):
-    """A matrix rule with its flags resolved: states and scalars are those of both passes, the first one's first."""
-
-    accumulate: Variant
-    apply: Variant
-
-
-@dataclass(frozen=True, kw_only=True)
 class MatrixRule(Rule):
     """A rule of whole matrices; the decorator :func:`matrix_rule` makes it."""
 
@@ -60,12 +52,12 @@ class MatrixRule(Rule):
         assert isinstance(averaged, MatrixRule)
         return replace(averaged, apply=self.apply.averaging(decay))
 
-    def variant(self, group: Mapping[str, Any], shape: Shape = ()) -> MatrixVariant:
+    def variant(self, group: Mapping[str, Any], shape: Shape = ()) -> Variant:
         """See :meth:`Rule.variant`."""
         first, second = self.accumulate.variant(group), self.apply.variant(group)
         states, scalars = (*first.states, *second.states), (*first.scalars, *second.scalars)
         source = first.source + second.source
-        return MatrixVariant(self.name, states, scalars, source, accumulate=first, apply=second)
+        return Variant(self.name, states, scalars, source, around=(first, second))
 
     def evaluate(
         self,
@@ -77,10 +69,10 @@ class MatrixRule(Rule):
         eps: float = FP32_EPS,
     ) -> tuple[tuple[float, ...], dict[str, float]]:
         """See :meth:`Rule.evaluate`. ``group["shape"]`` is that of the matrix; (1, 1) where no param is meant."""
-        assert isinstance(variant, MatrixVariant)
+        assert variant.around is not None
         group = {"shape": (1, 1), **group}
-        first, carries = self.accumulate.evaluate(variant.accumulate, group, step, carried, shape, eps)
-        second, also_carries = self.apply.evaluate(variant.apply, group, step, carried, shape, eps)
+        first, carries = self.accumulate.evaluate(variant.around[0], group, step, carried, shape, eps)
+        second, also_carries = self.apply.evaluate(variant.around[1], group, step, carried, shape, eps)
         return (*first, *second), {**carries, **also_carries}
 
 

@@ -78,6 +78,8 @@ class Variant:
     reductions: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
     margins: tuple[str, ...] = ()  # names of states with a value for each row or column, in torch's order
+    # Of a rule of whole matrices: the passes before and after its function. States and scalars are those of both.
+    around: tuple["Variant", "Variant"] | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ..tensors.gradient import GradientPart
 from .alike import AlikeParams, StepScalars
 from .launches import Launch, LaunchForm, StepPlan, forms_of
 from .param_update import ParamUpdate
+from .program import program_of
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -97,7 +98,11 @@ class _FrozenLaunch:
 
 
 class FrozenStep:
-    """The plan of one domain's steps, but for what each step evaluates."""
+    """The plan of one domain's steps, but for what each step evaluates.
+
+    Attributes:
+        program: of the updates.
+    """
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class FrozenStep:
         kept = [each if each.gradient_slice is not None else ParamUpdate(*each[:3]) for each in updates]
         self._columns: list[list[Any]] = [[each[n] for each in kept] for n in range(len(ParamUpdate._fields))]
         self._sums = kept if len(self._slices) == len(kept) else None  # the updates of every step
+        self.program = program_of(domain, numbers, kept)
         by_shard: dict[Shard, dict[int, ParamUpdate]] = {shard: {} for shard in domain.shards}
         for each in updates:
             by_shard[each.entry.shard][each.entry.index] = each
@@ -218,6 +224,7 @@ class FrozenStep:
             self._facts.now() if domain.mesh.world.size > 1 else [],  # one rank has nothing to compare with
             self._versions is not None,
             self._states,
+            program=self.program,
         )
 
     def _updates(self, grads: Sequence[torch.Tensor]) -> list[ParamUpdate]:

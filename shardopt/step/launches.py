@@ -18,7 +18,7 @@ import hashlib
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,9 +30,9 @@ from ..kernels.formats import ROOT2, format_of
 from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS as PRODUCT_COLUMNS
 from ..kernels.reductions import LIMBS
-from ..kernels.tables import BLOCK, Gradients, JoinedStreams, Streams, noise_from
-from ..rules.matrix import MatrixScalars, MatrixVariant
-from .matrix_passes import accumulate_spec, plan_apply
+from ..kernels.tables import BLOCK, Factors, Gradients, JoinedStreams, Streams, noise_from
+from .matrix_passes import plan_apply, spec_of
+from .op import Program
 from .variants import Variants, param_geometry
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ..kernels.products import Products
     from ..kernels.spec import Pass, Spec
     from ..rules import Variant
+    from ..rules.matrix import MatrixScalars
     from .alike import AlikeParams, StepScalars
     from .matrix_passes import Apply
     from .param_update import ParamUpdate
@@ -59,9 +60,9 @@ class Launch:
 
     shard: Shard
     spec: Spec
-    number: int  # of the pass: the last one, but for those that FirstPasses makes
+    number: int  # of the pass: the last one, unless `launch_of_pass` made it
     gradients: Gradients
-    scalars: torch.Tensor  # 2D [num_rows, len(spec.scalars)] fp32; FirstPasses fills in results of reductions
+    scalars: torch.Tensor  # 2D [num_rows, len(spec.scalars)] fp32; `NormSums` fills in results of reductions
     updates: Mapping[int, ParamUpdate]  # row -> param
     divisor: int  # of every gradient: how many were added up
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
@@ -79,6 +80,18 @@ class Launch:
     def part(self) -> Pass:
         """The pass that it runs."""
         return self.spec.passes[self.number]
+
+    def divided(self) -> Launch:
+        """Returns a launch whose divisor a kernel can fold into its factors: a power of two.
+
+        Sums with another divisor are divided in place: one more pass over this rank's slices.
+        """
+        if Factors(self.divisor).folded() is not None:
+            return self
+        for each in self.updates.values():
+            assert each.gradient_slice is not None
+            each.gradient_slice.divide()
+        return replace(self, divisor=1)
 
 
 class GradientStats(NamedTuple):
@@ -106,6 +119,7 @@ class StepPlan:
     written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
     stats: GradientStats = field(default_factory=GradientStats)
     margins: dict[ParamRecord, dict[str, torch.Tensor]] = field(default_factory=dict)  # new ones, from the update on
+    program: Program = field(default_factory=Program)  # of its update
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,9 +166,7 @@ class LaunchForm:
             own = values[: len(spec.scalars)]  # of a matrix rule, the first pass's; results of reductions are not known
             table[rows, : len(own)] = own
         noise = _noise(seed, shard, updates) if spec.needs_noise else None
-        apply = None
-        if isinstance(whole, MatrixVariant):
-            apply = plan_apply(shard, whole, found, partial(_noise, seed, shard, updates))
+        apply = plan_apply(shard, whole, found, partial(_noise, seed, shard, updates))
         last, runs = len(spec.passes) - 1, scalars.runs
         runs_of_rows = {row: runs[entry] for row, entry in self.entries.items() if entry in runs} if runs else {}
         return Launch(
@@ -195,7 +207,7 @@ def forms_of(
     kinds = list(first_with)
     for (kind, dtype, divisor, is_on_host, ties), members in rows.items():
         whole, format = kinds[kind], format_of(dtype, "a gradient")
-        spec = accumulate_spec(shard, whole, format) if isinstance(whole, MatrixVariant) else shard.spec(whole, format)
+        spec = spec_of(shard, whole, format)
         is_whole = not is_on_host and len(members) == len(shard.pieces)
         reads_sums = is_whole and all([each.gradient_slice is not None for each in members.values()])
         if whole.margins:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..kernels.tables import Factors
     from ..partition.comm.group import Ranks
+    from ..partition.comm.together import Relay
     from .launches import Launch, StepPlan
     from .param_update import ParamUpdate
 
@@ -88,60 +89,65 @@ class _Sums(NamedTuple):
         return MarginPiece(grad, piece.start, self.geometry, self.rows, self.columns)
 
 
-def with_products(
-    plan: StepPlan, launches: Launches, factors: Factors, problem: Exception | None
-) -> tuple[Launches, Exception | None]:
-    """Collective: makes the new margins of all params, which the step's commit keeps. Returns launches with products.
+class MarginSums:
+    """The params of a step that have margins, in the order of the message that adds up; frozen with the step's plan."""
 
-    Args:
-        launches: their gradients are divided.
-        problem: keeps this rank from taking part; it is raised here, once the other ranks were told.
+    def __init__(self, domain: Domain, numbers: Sequence[Mapping[str, Any]], updates: Sequence[ParamUpdate]):
+        variant_of = Variants(domain.rule, numbers)
+        self.updates = [each for each in updates if variant_of(each.group, each.entry.shape).margins]
+        geometries = [param_geometry(each.entry) for each in self.updates]
+        self._numel = sum(each.rows + each.num_columns for each in geometries)
 
-    Returns:
-        The launches, and what went wrong on this rank since the ranks met: they are told when they meet next.
+    def with_products(self, plan: StepPlan, launches: Launches, factors: Factors, relay: Relay) -> Launches:
+        """Collective: makes the new margins of all params, which the step's commit keeps.
 
-    Raises:
-        Exception: the problem; CommunicationError on the other ranks.
-    """
-    mesh = plan.domain.mesh
-    sums, message = _blank(plan)
-    if not sums:
-        return launches, problem
-    if problem is None and mesh.world.rank in mesh.one_copy:  # replicas hold the same, which counts once
-        try:
-            _add_own(mesh.world, launches, sums, message[:-1], factors)
-        except Exception as error:
-            problem = error
+        Args:
+            launches: their gradients are divided.
+            relay: keeps this rank from taking part, if the rank has failed. What goes wrong once the ranks have met is
+                kept there, until they meet next.
+
+        Returns:
+            The launches with their products; as they are, if this rank has failed.
+
+        Raises:
+            Exception: this rank's error; CommunicationError on the other ranks.
+        """
+        mesh = plan.domain.mesh
+        message = torch.from_numpy(np.zeros(self._numel + 1))  # the last one: how many ranks have failed
+        sums = _views(self.updates, message)
+        if mesh.world.rank in mesh.one_copy:  # replicas hold the same, which counts once
+            relay.attempt(_add_own, mesh.world, launches, sums, message[:-1], factors)
+        whole = relay.meet(lambda problem: _exchange(plan.domain, sums, message, problem))
+        relay.check()
+        return relay.attempt(_with_tables, plan, launches, sums, whole) or launches
+
+
+def _exchange(
+    domain: Domain, sums: Mapping[ParamRecord, _Sums], message: torch.Tensor, problem: Exception | None
+) -> dict[ParamRecord, _Whole]:
+    """Collective: returns the sums of whole params."""
     message[-1] = problem is not None
-    mesh.world.all_reduce(message, _ADDING_UP)
-    whole, failed = _joined(plan.domain, sums, bool(message[-1]))
-    if problem is not None:
-        raise problem
+    domain.mesh.world.all_reduce(message, _ADDING_UP)
+    whole, failed = _joined(domain, sums, bool(message[-1]))
     if failed:
         raise CommunicationError(
             "look at the output of the other ranks for an error: one of them could not add up squares over rows and "
             "columns, so no rank knows these sums and none can finish this step."
         )
-    try:
-        made = {entry: _made(plan, each, whole[entry]) for entry, each in sums.items()}
-        devices = {each.shard.home.device for its in launches.values() for each in its}
-        made_on = {device: _sent(made, device) for device in devices}
-        with_tables = {
-            shard: [_with_table(each, sums, made_on[each.shard.home.device]) for each in its]
-            for shard, its in launches.items()
-        }
-    except Exception as error:
-        return launches, error
-    return with_tables, None
+    return whole
 
 
-def _blank(plan: StepPlan) -> tuple[dict[ParamRecord, _Sums], torch.Tensor]:
-    """Returns sums of nothing for all params with margins, and the message that they lie in; the same on all ranks."""
-    variant_of = Variants(plan.domain.rule, plan.numbers)
-    updates = [each for each in plan.updates if variant_of(each.group, each.entry.shape).margins]
-    geometries = [param_geometry(each.entry) for each in updates]
-    message = torch.from_numpy(np.zeros(sum(each.rows + each.num_columns for each in geometries) + 1))
-    return _views(updates, message), message
+def _with_tables(
+    plan: StepPlan, launches: Launches, sums: Mapping[ParamRecord, _Sums], whole: Mapping[ParamRecord, _Whole]
+) -> Launches:
+    """Makes the new margins, and returns the launches with tables of their products."""
+    made = {entry: _made(plan, each, whole[entry]) for entry, each in sums.items()}
+    devices = {each.shard.home.device for its in launches.values() for each in its}
+    made_on = {device: _sent(made, device) for device in devices}
+    return {
+        shard: [_with_table(each, sums, made_on[each.shard.home.device]) for each in its]
+        for shard, its in launches.items()
+    }
 
 
 def _views(updates: Iterable[ParamUpdate], message: torch.Tensor) -> dict[ParamRecord, _Sums]:
@@ -214,7 +220,8 @@ def _placed(entry: ParamRecord, sums: _Sums) -> _Whole:
 
 def _made(plan: StepPlan, sums: _Sums, whole: _Whole) -> tuple[torch.Tensor, torch.Tensor]:
     """Notes the new margins of one param. Returns the factors of this rank's slice: of the outer and of the inner."""
-    rule, each = plan.domain.rule, sums.update
+    each = sums.update
+    rule = plan.domain.rule.of(plan.numbers[each.group])
     assert isinstance(rule, FactoredRule)
     entry, shape = each.entry, each.entry.shape
     lengths = {-1: max(shape[-1], 1), -2: max(shape[-2], 1)}

@@ -8,6 +8,8 @@
 
 A step of one rank is the same, and nothing travels. Of a matrix that is cut over a tensor mesh the slice of each tensor
 rank is made whole so, and then the matrix, see :mod:`.tensor_mates`.
+
+A rank that fails on the way keeps its error in a relay, and tells it wherever others wait for it.
 """
 
 from __future__ import annotations
@@ -15,31 +17,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..domain.matrix_placement import MatrixPlacement, matrix_placement_of
-from ..errors import CommunicationError, DisagreementError, RuleError
-from ..kernels.tables import Factors
+from ..errors import RuleError
+from ..kernels.tables import BLOCK
 from ..partition.matrix_plan import MatrixPlan, MatrixSlice, PlannedMatrix, cost_of, owners_on_mesh, plan_matrices
-from ..rules.choice import RuleChoice
-from ..rules.matrix import STACK, MatrixRule, MatrixVariant, matrices_of
-from .matrix_passes import applied_by_run
+from ..rules.matrix import STACK, MatrixRule, matrices_of
 from .tensor_mates import PlacedMatrix, put_together
+from .variants import Variants
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from ..domain.domain import Domain
     from ..domain.shard import Shard
+    from ..partition.comm.together import Relay
+    from ..rules.matrix import MatrixScalars
     from .launches import Launch, StepPlan
+    from .matrix_passes import Apply
     from .param_update import ParamUpdate
 
-# Runs launches over their shards. Where updates are given, 1D of each shard, they stand in place of the params.
-RunLaunches = Callable[
-    [Mapping["Shard", Sequence["Launch"]], Factors, "Mapping[Shard, torch.Tensor] | None"],
-    None,
-]
 _OUT, _BACK = "sending slices of matrices to where they are made whole", "sending matrices back in slices"
 
 
@@ -55,97 +55,101 @@ class MatrixJob(NamedTuple):
     placement: MatrixPlacement | None = None  # shape and strides are of this rank's slice
 
 
-class MatrixUpdate:
-    """One step of the shards whose rule is one of whole matrices. The calls, in order: ``send``, ``finish``.
+class MatrixWork:
+    """Which matrices a step updates, and which rank makes each of them whole; frozen with the step's plan.
 
     Attributes:
-        launches: of the first pass, by shard.
+        shards: those whose rule is one of whole matrices, in the order of their updates; the same on all ranks.
     """
 
-    def __init__(self, plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors):
-        self.launches, self._shards = launches, list(launches)
-        self._step, self._factors = plan, factors
+    def __init__(self, domain: Domain, numbers: Sequence[Mapping[str, Any]], updates: Sequence[ParamUpdate]):
+        variant_of = Variants(domain.rule, numbers)
+        kinds = [variant_of(group).around is not None for group in range(len(numbers))]
+        present = {each.entry.shard for each in updates if kinds[each.group]} if any(kinds) else set()
+        self.shards = [shard for shard in reversed(domain.shards) if shard in present]
+        if not self.shards:
+            return
+        bucket_of = {shard: number for number, shard in enumerate(self.shards)}
+        found = [job for each in updates if each.entry.shard in bucket_of for job in _jobs(numbers, each, bucket_of)]
+        size = domain.transport.ranks.size
+        self.jobs = [job for _, job in found]
+        self.owners = _owners_of_placed(self.jobs, size)
+        wanted = [
+            each._replace(owner=self.owners[number][0]) if number in self.owners else each
+            for number, (each, _) in enumerate(found)
+        ]
+        self.plan: MatrixPlan = plan_matrices(tuple(wanted), size)
+
+
+class MatrixUpdate:
+    """One step of the shards whose rule is one of whole matrices. The calls, in order: see :mod:`.program`.
+
+    Attributes:
+        made: 1D [shard_numel] bf16 of each shard, where kernels run: what the first pass writes.
+    """
+
+    def __init__(self, work: MatrixWork, plan: StepPlan):
+        self._step = plan
         self._transport = plan.domain.transport
         self._ranks = self._transport.ranks
-        bucket_of = {shard: number for number, shard in enumerate(self._shards)}
-        jobs = [job for each in plan.updates if each.entry.shard in launches for job in _jobs(plan, each, bucket_of)]
-        self._jobs = [job for _, job in jobs]
-        self._owners = _owners_of_placed(self._jobs, self._ranks.size)
-        wanted = [
-            each._replace(owner=self._owners[number][0]) if number in self._owners else each
-            for number, (each, _) in enumerate(jobs)
-        ]
-        self._plan: MatrixPlan = plan_matrices(tuple(wanted), self._ranks.size)
-        self._updates: dict[Shard, torch.Tensor] = {}  # 1D [shard_numel] bf16: of the first pass, then the function's
+        self._shards, self._jobs, self._owners, self._plan = work.shards, work.jobs, work.owners, work.plan
+        self.made: dict[Shard, torch.Tensor] = {}
+        self._updates: dict[Shard, torch.Tensor] = {}  # where params are: of the first pass, then the function's
+        self._own: list[torch.Tensor] = []  # by rank: what this one sends it
         self._received: list[torch.Tensor] = []  # by rank: its slices of the matrices of this one
+        self._whole: dict[int, torch.Tensor] = {}
         self._arrive: Callable[[], None] | None = None
 
-    def send(self, run: RunLaunches, problem: Exception | None = None) -> Exception | None:
-        """Collective: accumulates, and starts to send the updates. Returns the first error, of this rank or another.
+    def make_room(self) -> None:
+        """Makes memory for the updates of the first pass."""
+        for shard in self._shards:
+            self.made[shard] = torch.empty(shard.numel, dtype=torch.bfloat16, device=shard.home.device)
 
-        Args:
-            problem: an earlier error of this rank.
-        """
-        own: list[torch.Tensor] = []
-        if problem is None:
-            try:
-                self._accumulate(run)
-                own = [self._packed_slices(owner) for owner in range(self._ranks.size)]
-                self._received = self._room(own, lambda peer: self._plan.numel(peer, self._ranks.rank))
-            except Exception as error:
-                problem = error
-        try:
+    def send(self, relay: Relay) -> None:
+        """Collective: starts to send slices of the first pass's updates to where their matrices are made whole."""
+        relay.attempt(self._pack)
+
+        def start(problem: Exception | None) -> None:
             exchange = self._transport.all_to_all(_OUT)
-            self._arrive = exchange.start(own, self._received, _OUT, failed=problem is not None)
-        except (CommunicationError, DisagreementError) as error:
-            problem = problem or error
-        return problem
+            self._arrive = exchange.start(self._own, self._received, _OUT, failed=problem is not None)
 
-    def _accumulate(self, run: RunLaunches) -> None:
-        # Where the kernel runs, which may be in host memory; the updates travel from where the params are.
-        made = {
-            shard: torch.empty(shard.numel, dtype=torch.bfloat16, device=shard.home.device) for shard in self.launches
-        }
-        run(self.launches, self._factors, made)
-        self._updates = {shard: update.to(shard.device) for shard, update in made.items()}
+        relay.meet(start)
 
-    def finish(self, run: RunLaunches, problem: Exception | None) -> Exception | None:
-        """Collective: makes each matrix whole, sends it back, applies. Returns the first error.
+    def _pack(self) -> None:
+        # Kernels may run in host memory; the updates travel from where the params are.
+        self._updates = {shard: update.to(shard.device) for shard, update in self.made.items()}
+        self.made = {}
+        own = [self._packed_slices(owner) for owner in range(self._ranks.size)]
+        self._received = self._room(own, lambda peer: self._plan.numel(peer, self._ranks.rank))
+        self._own = own
 
-        Args:
-            problem: an error of this rank since ``send``, or what ``send`` returned.
-        """
-        whole: dict[int, torch.Tensor] = {}
-        try:
-            if self._arrive is not None:
-                with self._step.domain.clock.phase("gather"):
-                    self._arrive()
-            if problem is None:
-                with self._step.domain.clock.phase("matrices"):
-                    whole = self._made_whole()
-        except Exception as error:
-            problem = problem or error
+    def make_whole(self, relay: Relay) -> None:
+        """Collective: waits for the slices, and calls the function of each matrix that this rank has whole."""
+        clock = self._step.domain.clock
+        if self._arrive is not None:
+            arrive = self._arrive
+            with clock.phase("gather"):
+                relay.meet(lambda _: arrive())
+        with clock.phase("matrices"):
+            relay.attempt(self._call_functions)
         for group in self._groups:  # tensor mates, who wait for a rank with a problem too
-            problem = put_together(self._step.domain, group, self._placed(group, whole), self._call, problem)
+            put_together(self._step.domain, group, self._placed(group, self._whole), self._call, relay)
+
+    def send_back(self, relay: Relay) -> None:
+        """Collective: sends the results back to where the slices came from."""
         if self._arrive is None:  # no rank could send
-            return problem
-        own: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        try:
-            if problem is None:
-                own = self._taken_apart(whole)
-                others = self._room(own, lambda peer: self._plan.numel(self._ranks.rank, peer))
-        except Exception as error:
-            problem = error
-        try:
-            with self._step.domain.clock.phase("gather"):
-                self._transport.all_to_all(_BACK).start(own, others, _BACK, failed=problem is not None)()
-            if problem is None:
-                self._unpack(others)
-                run(self._second_pass(), Factors(), None)
-        except Exception as error:
-            problem = problem or error
-        return problem
+            return
+        self._own = []
+        others = relay.attempt(self._pack_results) or []
+        with self._step.domain.clock.phase("gather"):
+            exchange = self._transport.all_to_all(_BACK)
+            relay.meet(lambda problem: exchange.start(self._own, others, _BACK, failed=problem is not None)())
+        relay.attempt(self._unpack, others)
+
+    def _pack_results(self) -> list[torch.Tensor]:
+        """Packs what each rank gets. Returns memory for what it sends."""
+        self._own = self._taken_apart(self._whole)
+        return self._room(self._own, lambda peer: self._plan.numel(self._ranks.rank, peer))
 
     # -- slices --------------------------------------------------------------------------------------------------------
 
@@ -177,7 +181,7 @@ class MatrixUpdate:
 
     # -- whole matrices ------------------------------------------------------------------------------------------------
 
-    def _made_whole(self) -> dict[int, torch.Tensor]:
+    def _call_functions(self) -> None:
         """Puts the slices of each matrix of this rank together, 1D, and calls its function unless it is cut."""
         rank = self._ranks.rank
         whole = {number: self._empty(self._plan.matrices[number].numel) for number in self._plan.owned(rank)}
@@ -190,7 +194,7 @@ class MatrixUpdate:
             job = self._jobs[number]
             if job.placement is None:
                 self._call(number, flat.as_strided(job.shape, job.strides))
-        return whole
+        self._whole = whole
 
     def _taken_apart(self, whole: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Returns for each rank its slices of the results."""
@@ -233,10 +237,11 @@ class MatrixUpdate:
 
     # -- the second pass -----------------------------------------------------------------------------------------------
 
-    def _second_pass(self) -> dict[Shard, list[Launch]]:
+    def second_pass(self, launches: Mapping[Shard, Sequence[Launch]]) -> dict[Shard, list[Launch]]:
+        """Returns the launches that apply what the functions made; each launch of the first pass has one or more."""
         return {
-            shard: [applied for launch in launches for applied in self._applied(shard, launch)]
-            for shard, launches in self.launches.items()
+            shard: [applied for launch in its for applied in self._applied(shard, launch)]
+            for shard, its in launches.items()
         }
 
     def _applied(self, shard: Shard, launch: Launch) -> Iterator[Launch]:
@@ -251,7 +256,7 @@ class MatrixUpdate:
             for row, each in launch.updates.items()
         }
         gradients = shard.tables.gradients(grads)
-        for blocks, scalars in applied_by_run(shard, launch.apply, launch.runs):
+        for blocks, scalars in _applied_by_run(shard, launch.apply, launch.runs):
             yield replace(
                 launch,
                 spec=launch.apply.spec,
@@ -268,18 +273,30 @@ class MatrixUpdate:
             )
 
 
-def split_matrices(
-    plan: StepPlan, launches: Mapping[Shard, Sequence[Launch]], factors: Factors
-) -> tuple[MatrixUpdate | None, dict[Shard, Sequence[Launch]]]:
-    """Parts the shards whose rule is one of whole matrices from the others; None: there are none."""
-    if not isinstance(plan.domain.rule, MatrixRule | RuleChoice):
-        return None, dict(launches)
-    kinds = [isinstance(plan.domain.rule.variant(group), MatrixVariant) for group in plan.numbers]
-    shards = {each.entry.shard for each in plan.updates if kinds[each.group]} if any(kinds) else set()
-    if not shards:
-        return None, dict(launches)
-    matrices = {shard: its for shard, its in launches.items() if shard in shards}
-    return MatrixUpdate(plan, matrices, factors), {shard: its for shard, its in launches.items() if shard not in shards}
+def _applied_by_run(
+    shard: Shard, apply: Apply, runs_of_row: Mapping[int, Sequence[MatrixScalars]]
+) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
+    """Yields what the launches of the second pass differ in: the blocks that each updates, None for all, its scalars.
+
+    There are several where matrices of one param take other scalars: the first updates the first run of each such
+    param and all other params, the next one the second run, and so on.
+    """
+    if not runs_of_row:
+        yield None, apply.scalars
+        return
+    skipped = len(next(iter(runs_of_row.values()))[0].values) - apply.scalars.shape[1]
+    for number in range(max(map(len, runs_of_row.values()))):
+        scalars, blocks = apply.scalars.clone(), torch.full((shard.numel // BLOCK,), number == 0)
+        for row, runs in runs_of_row.items():
+            piece = shard.pieces[row]
+            blocks[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = False
+            first, stop = (runs[number].first, runs[number].stop) if number < len(runs) else (0, 0)
+            first, stop = max(first, piece.start), min(stop, piece.start + piece.numel)
+            if first < stop:
+                moved = piece.shard_start - piece.start
+                blocks[(first + moved) // BLOCK : -(-(stop + moved) // BLOCK)] = True
+                scalars[row] = torch.tensor(runs[number].values[skipped:])
+        yield blocks, scalars
 
 
 def _owners_of_placed(jobs: Sequence[MatrixJob], num_data: int) -> dict[int, tuple[int, int]]:
@@ -297,11 +314,11 @@ def _owners_of_placed(jobs: Sequence[MatrixJob], num_data: int) -> dict[int, tup
 
 
 def _jobs(
-    plan: StepPlan, update: ParamUpdate, bucket_of: Mapping[Shard, int]
+    numbers: Sequence[Mapping[str, Any]], update: ParamUpdate, bucket_of: Mapping[Shard, int]
 ) -> Iterator[tuple[PlannedMatrix, MatrixJob]]:
     """Yields the matrices of one param: each apart where its elements lie together, else all of them as one."""
     number = update.number % 2**32
-    entry, matrices = update.entry, plan.numbers[update.group].get("matrices")
+    entry, matrices = update.entry, numbers[update.group].get("matrices")
     shard, shape = entry.shard, tuple(entry.param.shape)
     layout, strides = shard.bucket.layout, shard.strides(entry.index)
     offset, bucket = layout.offsets[entry.index], bucket_of[shard]

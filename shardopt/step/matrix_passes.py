@@ -10,7 +10,7 @@ The update of a shard lies in a buffer of its own, 1D [shard_numel] bf16, at the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..kernels.formats import BF16
 from ..kernels.launch import backend_of
 from ..kernels.spec import Spec
 from ..kernels.tables import BLOCK
-from ..rules.matrix import MatrixScalars, MatrixVariant, check_runs, matrices_of, scalars_of_matrices
+from ..rules.matrix import MatrixScalars, check_runs, matrices_of, scalars_of_matrices
 from ..rules.passes import passes_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def shapes_for(
     variant: Variant, group: Mapping[str, Any]
 ) -> Callable[[Sequence[int]], tuple[tuple[int, int], ...]] | None:
     """Returns a function from the shape of a param to those of its matrices; None for a rule of no matrices."""
-    if not isinstance(variant, MatrixVariant):
+    if variant.around is None:
         return None
     # An empty stack has no matrix, but scalars as if it had one.
     return lambda shape: tuple(matrices_of(shape, group.get("matrices"))) or ((shape[-2], shape[-1]),)
@@ -56,63 +56,44 @@ def runs_of(
     Raises:
         ShardoptError: no kernel can tell the elements of the matrices apart.
     """
-    assert isinstance(variant, MatrixVariant)
+    assert variant.around is not None
     runs = scalars_of_matrices(
         shapes, lambda shape: rule.evaluate(variant, {**group, "shape": shape}, entry.step + 1, entry.carried)[0]
     )
     is_whole = tuple(entry.param.shape) == tuple(entry.shape)  # no slice of a DTensor
     lie_in_rows = is_whole and entry.shard.strides(entry.index)[-2:] == (shapes[0][1], 1)
-    check_runs(runs, BLOCK, lie_in_rows, len(variant.accumulate.scalars))
+    check_runs(runs, BLOCK, lie_in_rows, len(variant.around[0].scalars))
     return tuple(runs) if len(runs) > 1 else ()
 
 
-def applied_by_run(
-    shard: Shard, apply: Apply, runs_of_row: Mapping[int, Sequence[MatrixScalars]]
-) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
-    """Yields what the launches of the second pass differ in: the blocks that each updates, None for all, its scalars.
-
-    There are several where matrices of one param take other scalars: the first updates the first run of each such
-    param and all other params, the next one the second run, and so on.
-    """
-    if not runs_of_row:
-        yield None, apply.scalars
-        return
-    skipped = len(next(iter(runs_of_row.values()))[0].values) - apply.scalars.shape[1]
-    for number in range(max(map(len, runs_of_row.values()))):
-        scalars, blocks = apply.scalars.clone(), torch.full((shard.numel // BLOCK,), number == 0)
-        for row, runs in runs_of_row.items():
-            piece = shard.pieces[row]
-            blocks[piece.shard_start // BLOCK : -(-piece.shard_end // BLOCK)] = False
-            first, stop = (runs[number].first, runs[number].stop) if number < len(runs) else (0, 0)
-            first, stop = max(first, piece.start), min(stop, piece.start + piece.numel)
-            if first < stop:
-                moved = piece.shard_start - piece.start
-                blocks[(first + moved) // BLOCK : -(-(stop + moved) // BLOCK)] = True
-                scalars[row] = torch.tensor(runs[number].values[skipped:])
-        yield blocks, scalars
-
-
-def accumulate_spec(shard: Shard, variant: MatrixVariant, grad: Format) -> Spec:
-    """Returns the spec of the kernel that writes updates in bf16, of gradients of this format."""
-    states = tuple(shard.formats.states[name] for name in variant.accumulate.states)
-    return Spec(passes_of(variant.accumulate), BF16, grad, None, states)
+def spec_of(shard: Shard, variant: Variant, grad: Format) -> Spec:
+    """Returns what a launch runs on gradients of this format; of a rule of matrices the first pass, in bf16."""
+    if variant.around is None:
+        return shard.spec(variant, grad)
+    accumulate, _ = variant.around
+    return Spec(
+        passes_of(accumulate), BF16, grad, None, tuple(shard.formats.states[name] for name in accumulate.states)
+    )
 
 
 def plan_apply(
     shard: Shard,
-    variant: MatrixVariant,
+    variant: Variant,
     scalars: Iterable[tuple[Sequence[float], Sequence[int]]],
     noise: Callable[[], torch.Tensor],
-) -> Apply:
-    """Makes the second pass, its kernel compiled.
+) -> Apply | None:
+    """Makes the second pass of a rule of matrices, its kernel compiled.
 
     Args:
         scalars: those of both passes, the first one's first, and the rows that have them.
         noise: makes the table of noise.
     """
-    spec, device = shard.spec(variant.apply, BF16), shard.home.device
+    if variant.around is None:
+        return None
+    accumulate, apply = variant.around
+    spec, device = shard.spec(apply, BF16), shard.home.device
     backend_of(device).prepare(spec, device, True)
-    table = np.zeros((shard.tables.num_rows, len(variant.apply.scalars)), dtype=np.float32)
+    table = np.zeros((shard.tables.num_rows, len(apply.scalars)), dtype=np.float32)
     for values, rows in scalars:
-        table[rows] = values[len(variant.accumulate.scalars) :]
+        table[rows] = values[len(accumulate.scalars) :]
     return Apply(spec, torch.from_numpy(table), noise() if spec.needs_noise else None)

@@ -27,6 +27,7 @@ from ..tensors.gradient_slice import norms_of
 from ..tensors.pipelining import hint
 from .frozen_step import FrozenStep
 from .launches import GradientStats, JoinedLaunch, Launch, StepPlan, joined
+from .op import Program
 from .param_update import ParamUpdate
 from .variants import Variants
 
@@ -49,6 +50,11 @@ class StepPlanner:
     def __init__(self, domain: Domain):
         self._domain = domain
         self._frozen: FrozenStep | None = None
+
+    @property
+    def program(self) -> Program:
+        """What the updates of the last step did; nothing before the first step."""
+        return Program() if self._frozen is None else self._frozen.program
 
     def replay(
         self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scale: float, overflow: bool, is_part: bool

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import BindingError
-from ..partition.comm.group import Ranks
-from ..partition.comm.transport import Transport
-
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ..domain.domain import Domain
     from ..domain.matrix_placement import MatrixPlacement
+    from ..partition.comm.together import Relay
+    from ..partition.comm.transport import Transport
 
 _OUT, _BACK = "putting slices of matrices together", "sending slices of matrices to their tensor ranks"
 
@@ -43,73 +41,34 @@ Make = Callable[[int, torch.Tensor], None]
 
 
 def put_together(
-    domain: Domain,
-    group: dist.ProcessGroup,
-    matrices: Mapping[int, PlacedMatrix],
-    make: Make,
-    problem: Exception | None,
-) -> Exception | None:
+    domain: Domain, group: dist.ProcessGroup, matrices: Mapping[int, PlacedMatrix], make: Make, relay: Relay
+) -> None:
     """Collective over tensor mates: each owner makes its matrices whole, and all get their slices of the results.
 
     Args:
-        matrices: by number; none if this rank has a problem. Results take the place of their slices.
-        problem: an earlier error of this rank.
-
-    Returns:
-        The first error of this rank or a mate.
+        matrices: by number; none if this rank has failed. Results take the place of their slices.
+        relay: gets the first error of this rank or a mate.
     """
-    own: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    try:
-        transport = _transport_to(domain, group)
-    except Exception as error:
-        return problem or error
-    ranks = transport.ranks
-    of_owner = [{number: each for number, each in matrices.items() if each.owner == peer} for peer in range(ranks.size)]
+    transport = relay.meet(lambda _: domain.transport_to_mates(group))
+    if transport is None:
+        return
+    own, others = list[torch.Tensor](), list[torch.Tensor]()
+    rank, size = transport.ranks.rank, transport.ranks.size
+    of_owner = [{number: each for number, each in matrices.items() if each.owner == peer} for peer in range(size)]
     key = zlib.crc32(repr([each.param for each in matrices.values()]).encode())
-    try:
-        if problem is None:
-            own = [_packed(domain, its) for its in of_owner]
-            others = _room(own, of_owner[ranks.rank], ranks.rank)
-    except Exception as error:
-        problem = error
-    try:
-        _travel(domain, transport, _OUT, own, others, problem, key)
-    except Exception as error:
-        return problem or error
-    try:
-        with domain.clock.phase("matrices"):
-            _make_whole(of_owner[ranks.rank], others, make)
-    except Exception as error:
-        problem = error
-    try:
-        _travel(domain, transport, _BACK, others, own, problem)
-        for its, packed in zip(of_owner, own, strict=True):
-            pieces = packed.split([each.slice.numel() for each in its.values()])
-            for each, piece in zip(its.values(), pieces, strict=True):
-                each.slice.copy_(piece.view(each.slice.shape))
-    except Exception as error:
-        return problem or error
-    return problem
 
+    def pack() -> None:
+        own.extend(_packed(domain, its) for its in of_owner)
+        others.extend(_room(own, of_owner[rank], rank))
 
-def _transport_to(domain: Domain, group: dist.ProcessGroup) -> Transport:
-    """Collective at its first call for a group: returns the transport to the ranks that hold other slices of matrices.
-
-    Raises:
-        BindingError: the mates are not those of the same number in their data-parallel groups; on all of them.
-    """
-    if group not in domain.mate_transports:
-        ranks, shard = Ranks(group, domain.options.tuning.deadline), domain.mesh.shard
-        found = ranks.exchange([shard.rank, shard.size], "comparing data-parallel groups of tensor mates")
-        if any(each != found[0] for each in found):
-            raise BindingError(
-                "take the groups of both dimensions from one DeviceMesh: ranks of a tensor mesh have the numbers "
-                f"{[rank for rank, _ in found]} in their data-parallel groups, of {[size for _, size in found]} ranks. "
-                "Slices of matrices could not be put together on one rank."
-            )
-        domain.mate_transports[group] = Transport.of(ranks, domain.device, domain.options.tuning.neighbours)
-    return domain.mate_transports[group]
+    relay.attempt(pack)
+    relay.meet(lambda problem: _travel(domain, transport, _OUT, own, others, problem, key))
+    if relay.problem is not None:  # all mates know of it
+        return
+    with domain.clock.phase("matrices"):
+        relay.attempt(_make_whole, of_owner[rank], others, make)
+    relay.meet(lambda problem: _travel(domain, transport, _BACK, others, own, problem))
+    relay.attempt(_unpack, of_owner, own)
 
 
 def _travel(
@@ -139,6 +98,14 @@ def _room(own: Sequence[torch.Tensor], owned: Mapping[int, PlacedMatrix], rank: 
         packed if peer == rank else packed.new_empty(sum(each.placement.numel(peer) for each in owned.values()))
         for peer, packed in enumerate(own)
     ]
+
+
+def _unpack(of_owner: Sequence[Mapping[int, PlacedMatrix]], own: Sequence[torch.Tensor]) -> None:
+    """Puts the results in place of this rank's slices."""
+    for its, packed in zip(of_owner, own, strict=True):
+        pieces = packed.split([each.slice.numel() for each in its.values()])
+        for each, piece in zip(its.values(), pieces, strict=True):
+            each.slice.copy_(piece.view(each.slice.shape))
 
 
 def _make_whole(owned: Mapping[int, PlacedMatrix], slices: Sequence[torch.Tensor], make: Make) -> None:

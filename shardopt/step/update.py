@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,18 +24,15 @@ from ..errors import CommunicationError
 from ..kernels.launch import backend_of
 from ..kernels.pool import beside_a_gpu
 from ..kernels.tables import BLOCK, Factors, Gradients, Streams, Tables, blocks_of, noise_from
+from ..partition.comm.async_gather import AsyncGather
+from ..partition.comm.together import Relay
 from ..profiler import label
-from ..rules.factored import FactoredRule
-from .first_passes import FirstPasses
 from .launches import Launch, StepPlan, joined
-from .margins import with_products
-from .matrices import split_matrices
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..kernels.spec import Spec
     from ..offload.store import Chunk, Fetched
-    from ..partition.comm.async_gather import AsyncGather
     from ..partition.comm.group import Ranks
     from ..partition.comm.transport import Gather
     from .matrices import MatrixUpdate
@@ -95,7 +91,7 @@ def chunks_of(shard: Shard, states: Iterable[str], launches: Sequence[Launch]) -
         states: names of those that the shard needs, the same on all ranks.
     """
     shard.ensure_states(states)
-    launches = [_divided(launch) for launch in launches]
+    launches = [launch.divided() for launch in launches]
     names = dict.fromkeys(name for launch in launches for name in launch.spec.names)
     rows = [row for launch in launches for row in launch.updates]
     return [_chunk_update(shard, chunk, launches) for chunk in shard.chunks(names, [shard.pieces[row] for row in rows])]
@@ -133,19 +129,6 @@ def _written(shard: Shard, chunk: Chunk, launches: list[Launch]) -> tuple[slice,
             start = found.pop().start if follows else first - chunk.start
             found.append(slice(start, last - chunk.start))
     return tuple(found)
-
-
-def _divided(launch: Launch) -> Launch:
-    """Returns a launch whose divisor a kernel can fold into its factors: a power of two.
-
-    Sums with another divisor are divided in place: one more pass over this rank's slices.
-    """
-    if Factors(launch.divisor).folded() is not None:
-        return launch
-    for each in launch.updates.values():
-        assert each.gradient_slice is not None
-        each.gradient_slice.divide()
-    return replace(launch, divisor=1)
 
 
 def launches_by_shard(plan: StepPlan) -> dict[Shard, list[Launch]]:
@@ -200,34 +183,39 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
     bound = [plan for plan in plans if plan.domain.links is not None]  # without links every param is frozen
     for plan in bound:
         plan.domain.store.begin_step()  # it chooses where the launches run that are made next
-    launches = [(plan, launches_by_shard(plan)) for plan in bound]
-    for plan, _ in launches:
+    updates = [Update(plan, launches_by_shard(plan), factors) for plan in bound]
+    for plan in bound:
         if plan.domain.sharded is not None:
             # The next forward gathers params anew: whole params here would be out of date.
             plan.domain.gatherer.drop_all()
         plan.domain.epoch.begin_step()
     # Ranks of a model that is composed come to this agreement whatever they have bound.
-    if not all(plan.domain.store.is_final for plan in plans if whole or plan.domain.links is not None):
-        undone = _update_or_roll_back(launches, factors, plans[0].domain, whole)
+    is_final = all(plan.domain.store.is_final for plan in plans if whole or plan.domain.links is not None)
+    if not is_final:
+        undone = _update_or_roll_back(updates, plans[0].domain, whole)
         if undone is not None:
             return undone
-    for plan, its in launches:
-        _update_in_memory_and_gather(plan, its, factors)
+    for update in updates:
+        update.open_gather()
+        relay = Relay()
+        if is_final:
+            update.run(relay)
+        else:
+            update.send(update.shards)
+        update.finish_gather(relay)
     return None
 
 
-def _update_or_roll_back(
-    launches: Sequence[tuple[StepPlan, LaunchesByShard]], factors: Factors, main: Domain, whole: Sequence[Ranks]
-) -> Exception | None:
+def _update_or_roll_back(updates: Sequence[Update], main: Domain, whole: Sequence[Ranks]) -> Exception | None:
     """Collective: keeps what was updated if every rank's store could write it; else puts all back and returns why."""
-    stores = [plan.domain.store for plan, _ in launches]
-    problem: Exception | None = None
+    stores, relay = [update.domain.store for update in updates], Relay()
     try:
-        for plan, its in launches:
-            problem = _update_stored(plan, its, factors, problem)
+        for update in updates:
+            relay.attempt(update.domain.store.begin)
+            update.run(relay)
         try:
             with main.clock.phase("agree"):
-                digest = StepDigest("stored", dict, problem)
+                digest = StepDigest("stored", dict, relay.problem)
                 agree_on_whole(digest, whole) if whole else agree(digest, main.mesh.world)
         except CommunicationError:
             raise
@@ -244,104 +232,129 @@ def _update_or_roll_back(
     return None
 
 
-def _update_stored(
-    plan: StepPlan, launches: LaunchesByShard, factors: Factors, problem: Exception | None
-) -> Exception | None:
-    """Updates what one domain has in its store, in a transaction that another call ends. Returns what went wrong.
+class Update:
+    """One domain's update in one step: what the ops of its program work on.
 
-    Collective where a rule looks at whole params or matrices, also on a rank that has a problem already.
+    Attributes:
+        launches: of the last pass of each rule, by shard, in the order in which shards are updated.
+        matrices: the launches of the first pass of rules of whole matrices; their shards are not among the others.
+        ran: the launches of the pass that ran last.
+        slices: of matrices, on their way; from the first pass on.
+        joins: True if launches of several shards are made as one where the backend takes them.
     """
-    domain, store = plan.domain, plan.domain.store
-    matrices, apart = split_matrices(plan, launches, factors)
-    try:
-        if problem is None:
-            store.begin()
-    except Exception as error:
-        problem = error
-    if matrices is not None:
-        problem = matrices.send(partial(_run_pass, plan), problem)
-    try:
-        last = _run_first_passes(plan, apart, factors, problem)
-        if problem is None:
-            chunks = [each for shard, its in last.items() for each in chunks_of(shard, plan.states[shard], its)]
-            store.prefetch([each.chunk for each in chunks])
-            update_chunks(domain, chunks, factors)
-            with domain.clock.phase("write back"):
-                store.flush()
-    except Exception as error:
-        problem = error
-    if matrices is not None:
-        problem = matrices.finish(partial(_run_pass, plan), problem)
-    return problem
 
+    slices: MatrixUpdate
 
-def _update_in_memory_and_gather(plan: StepPlan, launches: LaunchesByShard, factors: Factors) -> None:
-    """Collective: updates what lies in memory (on a disk it was updated), and sends every shard as soon as it is."""
-    domain, updated, ordered = plan.domain, {each.entry.shard for each in plan.updates}, list(launches)
-    matrices: MatrixUpdate | None = None
-    if domain.store.is_final:
-        matrices, launches = split_matrices(plan, launches, factors)
-        try:
-            launches = _run_first_passes(plan, launches, factors)
-        except Exception as error:
-            error.add_note(_HALF_WAY)
-            raise
-    late = domain.transport.async_gather(_GATHERING) if domain.overlaps_gather else None
-    gather = domain.transport.gather(_GATHERING) if late is None else late
-    problem: Exception | None = None
-    chunks: dict[Shard, list[ChunkUpdate]] = {}
-    apart: Mapping[Shard, Sequence[ChunkUpdate]] = {}
-    if matrices is not None:
-        problem = matrices.send(partial(_run_pass, plan))
-    try:
-        if problem is None and domain.store.is_final:
+    def __init__(self, plan: StepPlan, launches: LaunchesByShard, factors: Factors, joins: bool = True):
+        self.plan, self.domain, self.factors, self.joins = plan, plan.domain, factors, joins
+        self.shards = list(launches)
+        of_matrices = set(plan.program.of_matrices)
+        self.launches: LaunchesByShard = {shard: its for shard, its in launches.items() if shard not in of_matrices}
+        self.matrices = {shard: its for shard, its in launches.items() if shard in of_matrices}
+        self.ran: list[Launch] = []
+        self._updated = {each.entry.shard for each in plan.updates}
+        self._gather: Gather | AsyncGather | None = None
+        self._starts = 0
+
+    def run(self, relay: Relay) -> None:
+        """Collective: runs the program.
+
+        Args:
+            relay: has an earlier error of this rank, and gets the first one.
+        """
+        for op in self.plan.program.ops:
+            try:
+                op.run(self, relay)
+            except Exception as error:  # all ranks know of it: none waits for a shard any more
+                relay.note(error)
+                self._gather = None
+        if self.domain.store.is_final and any((*self.launches.values(), *self.matrices.values())):
+            relay.meet(self.flush)  # also after an error: copies are under way
+
+    def run_pass(
+        self,
+        launches: LaunchesByShard,
+        relay: Relay,
+        factors: Factors | None = None,
+        upon: Mapping[Shard, torch.Tensor] | None = None,
+        is_last: bool = False,
+    ) -> None:
+        """Runs one pass over all shards of this rank; nothing, if the rank has failed.
+
+        Args:
+            factors: of gradients that are not those of the step.
+            upon: 1D [shard_numel] of each shard, which the pass writes in place of params and masters.
+            is_last: True for the pass that writes params: each shard is sent once it is done, also after an error, as
+                the other ranks wait for it.
+        """
+        store, factors, plan = self.domain.store, factors or self.factors, self.plan
+        self.ran = [each for its in launches.values() for each in its]
+        apart: dict[Shard, Sequence[ChunkUpdate]] = {}
+
+        def prepare() -> None:
             chunks = {shard: chunks_of(shard, plan.states[shard], its) for shard, its in launches.items()}
-            domain.store.prefetch([chunk.chunk for each in chunks.values() for chunk in each])
-        apart = _update_together(domain, chunks, factors)
-    except Exception as error:  # the other ranks wait for this rank's shards: they are told once all have met
-        problem = error
-    for number, shard in enumerate([*launches, *(matrices.launches if matrices is not None else ())]):
-        if matrices is not None and number == len(launches):
-            problem = matrices.finish(partial(_run_pass, plan), problem)
-        try:
-            if problem is None:
-                update_chunks(domain, apart.get(shard, ()), factors)
-        except Exception as error:
-            problem = error
-        if shard in updated and shard.gathered is None:
-            with label("gather bucket", number):
-                gather.start(shard.window)
-    try:
-        if any(chunks.values()) or matrices is not None:
-            domain.store.flush()
-    except Exception as error:
-        problem = problem or error
-    domain.transport.traffic.params += gather.received
-    arriving = [shard for shard in ordered if shard in updated]
-    if late is None or problem is not None or not domain.overlap_gather(late, arriving):
-        _finish(domain, gather, problem)
+            if upon is not None:
+                chunks = {shard: [_upon(each, upon[shard]) for each in its] for shard, its in chunks.items()}
+            store.prefetch([each.chunk for its in chunks.values() for each in its])
+            apart.update(_update_together(self.domain, chunks, factors) if self.joins else chunks)
 
+        relay.attempt(prepare)
+        for shard in launches:
+            relay.attempt(update_chunks, self.domain, apart.get(shard, ()), factors)
+            if is_last:
+                self.send([shard])
+        if not store.is_final:  # a disk makes room for other chunks only once all of these are written
+            relay.attempt(self.flush)
 
-def _run_pass(
-    plan: StepPlan,
-    launches: Mapping[Shard, Sequence[Launch]],
-    factors: Factors,
-    updates: Mapping[Shard, torch.Tensor] | None,
-) -> None:
-    """Runs one of several passes over all shards of this rank.
+    def flush(self, _: object = None) -> None:
+        """Waits until what was updated can be read again."""
+        with self.domain.clock.phase("write back"):
+            self.domain.store.flush()
 
-    Args:
-        updates: for the first pass of a rule of whole matrices, where it writes them; see :data:`.matrices.Pass`.
-    """
-    domain = plan.domain
-    chunks = {shard: chunks_of(shard, plan.states[shard], its) for shard, its in launches.items()}
-    if updates is not None:
-        chunks = {shard: [_upon(each, updates[shard]) for each in its] for shard, its in chunks.items()}
-    domain.store.prefetch([each.chunk for its in chunks.values() for each in its])
-    for its in _update_together(domain, chunks, factors).values():
-        update_chunks(domain, its, factors)
-    if not domain.store.is_final:  # a disk makes room for other chunks only once all of these are written
-        domain.store.flush()
+    def open_gather(self) -> None:
+        """From now on shards travel to the other ranks as soon as they are updated."""
+        domain = self.domain
+        transport = domain.transport
+        self._gather = (transport.async_gather if domain.overlaps_gather else transport.gather)(_GATHERING)
+
+    def send(self, shards: Sequence[Shard]) -> None:
+        """Starts to send shards whose params are updated."""
+        for shard in shards:
+            if self._gather is not None and shard in self._updated and shard.gathered is None:
+                with label("gather bucket", self._starts):
+                    self._gather.start(shard.window)
+            self._starts += 1
+
+    def finish_gather(self, relay: Relay) -> None:
+        """Collective: waits until all have their shards, or leaves that to whoever reads them.
+
+        Raises:
+            Exception: this rank's error; CommunicationError on the other ranks.
+        """
+        domain, gather = self.domain, self._gather
+        if gather is None:  # all ranks know of an error
+            return self._end(relay)
+        domain.transport.traffic.params += gather.received
+        if isinstance(gather, AsyncGather) and relay.problem is None:
+            arriving = [shard for shard in self.shards if shard in self._updated]
+            if domain.overlap_gather(gather, arriving):
+                return
+
+        def finish(problem: Exception | None) -> None:
+            gather.finish(failed=problem is not None)
+
+        with domain.clock.phase("gather"):
+            relay.meet(finish)
+        self._end(relay)
+
+    @staticmethod
+    def _end(relay: Relay) -> None:
+        problem = relay.problem
+        if isinstance(problem, CommunicationError):
+            raise CommunicationError(f"{problem} {_HALF_WAY}") from problem
+        if problem is not None:
+            problem.add_note(_HALF_WAY)
+        relay.check()
 
 
 def _upon(each: ChunkUpdate, update: torch.Tensor) -> ChunkUpdate:
@@ -350,52 +363,6 @@ def _upon(each: ChunkUpdate, update: torch.Tensor) -> ChunkUpdate:
     names = tuple(name for name in chunk.names if name not in ("master", "param"))
     chunk = replace(chunk, names=names, param=None, written=())
     return each._replace(chunk=chunk, target=update[chunk.start : chunk.stop])
-
-
-def _run_first_passes(
-    plan: StepPlan, launches: LaunchesByShard, factors: Factors, problem: Exception | None = None
-) -> LaunchesByShard:
-    """Collective for a rule that looks at whole params: runs all passes but the last one, and returns its launches.
-
-    Raises:
-        Exception: ``problem``, which keeps this rank from running them; CommunicationError on the other ranks.
-    """
-    if not plan.domain.rule.takes_norms:
-        return launches
-    if isinstance(plan.domain.rule, FactoredRule):
-        with plan.domain.clock.phase("margins"):
-            try:
-                if problem is None:
-                    launches = {shard: [_divided(each) for each in its] for shard, its in launches.items()}
-            except Exception as error:  # the other ranks wait for this rank's sums
-                problem = error
-            launches, problem = with_products(plan, launches, factors, problem)
-    passes = FirstPasses(plan, launches)
-    for number in range(passes.cuts):
-        ran: dict[Shard, list[Launch]] = {}
-        if problem is None:
-            try:
-                ran = passes.launches(number)
-                _run_pass(plan, ran, factors, None)
-                with plan.domain.clock.phase("write back"):
-                    plan.domain.store.flush()  # the next pass reads the states that this one wrote
-            except Exception as error:  # the other ranks wait for this rank's sums
-                problem = error
-        with plan.domain.clock.phase("agree"):
-            passes.join(number, [each for its in ran.values() for each in its], problem)
-    return launches
-
-
-def _finish(domain: Domain, gather: Gather | AsyncGather, problem: Exception | None) -> None:
-    try:
-        with domain.clock.phase("gather"):
-            gather.finish(failed=problem is not None)
-    except CommunicationError as error:
-        if problem is None:
-            raise CommunicationError(f"{error} {_HALF_WAY}") from error
-    if problem is not None:
-        problem.add_note(_HALF_WAY)
-        raise problem
 
 
 def update_chunks(domain: Domain, chunks: Iterable[ChunkUpdate], factors: Factors) -> None:

@@ -41,15 +41,17 @@ from ..kernels.tables import Factors
 from ..module.backward import Backward
 from ..module.hooks import call_while_alive
 from ..partition.comm.group import Ranks
+from ..partition.comm.together import Relay
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
 from .alike import AlikeParams
 from .found_in_backward import found_in, raise_on_all_ranks
 from .frozen_step import Facts
 from .launches import GradientStats, Launch, StepPlan, forms_of
+from .program import ELEMENTWISE
 from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip
 from .survey import placed_params, states_of_shards, written_params
-from .update import chunks_of, update_and_gather, update_chunks
+from .update import Update, update_and_gather
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -246,12 +248,11 @@ class UpdateInBackward(Backward):
     def _update_shard(self, shard: Shard, launches: list[Launch]) -> None:
         """Phase 5 of one shard, in memory, ahead of the rest of its step."""
         assert self._round is not None
-        domain, chunks = self._domain, chunks_of(shard, self._round.states[shard], launches)
-        if chunks:
-            domain.epoch.begin_step()
-        domain.store.prefetch([each.chunk for each in chunks])
-        update_chunks(domain, chunks, Factors())
-        domain.store.flush()
+        if launches:
+            self._domain.epoch.begin_step()
+        plan, relay = StepPlan(self._domain, states=self._round.states, program=ELEMENTWISE), Relay()
+        Update(plan, {shard: launches}, Factors(), joins=False).run(relay)
+        relay.check()
 
     # -- its end ---------------------------------------------------------------------------------------------------
 
@@ -337,6 +338,7 @@ class UpdateInBackward(Backward):
             states=current.states,
             written=current.written,
             stats=stats,
+            program=ELEMENTWISE,
         )
         self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
         domain.count_step()

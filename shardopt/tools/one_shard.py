@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..kernels.reductions import COLUMNS
-from ..step.first_passes import results_of
+from ..step.norms import results_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,6 @@ from ..domain.param_names import matching
 from ..domain.units import gathering_budget, units_of
 from ..partition.schedule import assumed_orders, plan_schedule
 from ..partition.zero_stage import ZeroStage
-from ..rules.matrix import MatrixVariant
 from ..rules.rule import EMA
 from .cut import params_by_stage
 
@@ -88,7 +87,7 @@ class ModelLayout:
         if not self._group_of:
             raise ValueError(f"{type(module).__name__} has no params: nothing would be sharded.")
         self._variants = {param: rule.variant(group, param.shape) for param, group in self._group_of.items()}
-        self.updates_matrices = any(isinstance(each, MatrixVariant) for each in self._variants.values())
+        self.updates_matrices = any(each.around for each in self._variants.values())
         if self.updates_matrices and cut.tensor > 1:
             raise ValueError(
                 f"plan for tensor=1, or for another optimizer: {rule.name} looks at whole matrices, and the messages "

@@ -41,7 +41,7 @@ from shardopt.checkpoint.export import export_states
 from shardopt.checkpoint.publish import find
 from shardopt.checkpoint.reader import Checkpoint
 from shardopt.partition.comm.group import Ranks
-from shardopt.step import first_passes, margins, update
+from shardopt.step import margins, norms, update
 from tests.support.comparing import raw
 from tests.support.composed import whole
 from tests.support.norm_rules import LAMB, LARS, StableAdamW, three_cuts
@@ -323,7 +323,7 @@ def with_a_fault(fault: str, kind: str) -> list[str]:
         calls[0] += is_tensor_mesh
         mine = vector.clone()
         all_reduce(self, vector, phase)
-        if is_tensor_mesh and phase in (first_passes._ADDING_UP, margins._ADDING_UP):
+        if is_tensor_mesh and phase in (norms._ADDING_UP, margins._ADDING_UP):
             vector.copy_(mine if fault == "own" else vector + mine * (dist.get_rank() == 1))
 
     with patch.object(Ranks, "all_reduce", faulty):
@@ -355,7 +355,7 @@ def fails(folder: str, kind: str, is_on_disk: bool) -> None:
     told: Any = (CommunicationError, "look at the output of")
     if is_on_disk:
         told = (DisagreementError, "cannot take this step, so no rank does and nothing changed", "no room")
-    where: Any = (margins, "_add_own") if kind == "Adafactor" else (update, "_run_pass")
+    where: Any = (margins, "_add_own") if kind == "Adafactor" else (update, "chunks_of")
     with (
         patch.object(*where, no_room if odd else getattr(*where)),
         raises(MemoryError, "no room") if odd else raises(*told),

@@ -74,16 +74,6 @@ _REASONS = {
         ("Backward._finish_followers", "each.finish()"): "no scenario has experts",
         ("Backward.run_round_of_zeros", "self.finish()"): "no scenario has a join() that a rank runs out in",
     },
-    "step.update": {
-        ("_update_stored", "store.flush()"): "it waits for a disk, which has no streams",
-        ("_run_pass", "domain.store.flush()"): "it waits for a disk, which has no streams",
-        ("_run_first_passes", "plan.domain.store.flush()"): (
-            "it waits for a disk, which has no streams; on a device the loads of the next pass wait for these stores"
-        ),
-        ("_run_first_passes", "passes.join(number, [each for its in ran.values() for each in its], problem)"): (
-            "without it the next pass takes norms of zero, which is no race: test_norm_rules.py compares the results"
-        ),
-    },
 }
 
 # By the site, as the table writes it.

@@ -345,12 +345,12 @@ def fails_on_one(neighbours: bool, before: bool, folder: str) -> tuple[list[str]
         fail()
         return update
 
-    def accumulate(own: MatrixUpdate, *arguments: Any) -> None:
+    def make_room(own: MatrixUpdate) -> None:
         if before:
             fail()
-        accumulate_whole(own, *arguments)
+        make_all_room(own)
 
-    accumulate_whole = MatrixUpdate._accumulate
+    make_all_room = MatrixUpdate.make_room
     defaults = ShardedMuon([torch.zeros(1, 1)]).defaults
     options: dict[str, Any] = {"tuning": Tuning(neighbours=neighbours), "process_group": mesh["dp"].get_group()}
     if folder:
@@ -358,7 +358,7 @@ def fails_on_one(neighbours: bool, before: bool, folder: str) -> tuple[list[str]
     optimizer = ShardedOptimizer(groups_of(model), defaults, rule=failing, module=model, **options)
     said: list[str] = []
     held: list[list[bytes]] = []
-    with patch.object(MatrixUpdate, "_accumulate", accumulate):
+    with patch.object(MatrixUpdate, "make_room", make_room):
         for step in range(3):
             optimizer.zero_grad()
             model(step).backward()

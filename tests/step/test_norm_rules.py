@@ -35,7 +35,7 @@ from shardopt import (
 )
 from shardopt.partition.comm.group import Ranks
 from shardopt.rules import maximum, norm
-from shardopt.step import first_passes, update
+from shardopt.step import norms, update
 from tests.support.comparing import digest, raw
 from tests.support.norm_rules import NORM_CASES, NormCase, three_cuts
 from tests.support.oracle import Oracle
@@ -255,7 +255,7 @@ def with_own_norms(fault: str) -> bytes:
     def faulty(self: Ranks, vector: Tensor, phase: str) -> None:
         mine = vector.clone()
         all_reduce(self, vector, phase)
-        if phase == first_passes._ADDING_UP and (fault == "own" or dist.get_rank() == 1):
+        if phase == norms._ADDING_UP and (fault == "own" or dist.get_rank() == 1):
             vector.copy_(mine if fault == "own" else vector + mine)
 
     with patch.object(Ranks, "all_reduce", faulty):
@@ -329,7 +329,7 @@ def fail_on_one_rank(folder: str, is_on_disk: bool) -> None:
         raise MemoryError("no room")
 
     with (
-        patch.object(update, "_run_pass", fails if odd else update._run_pass),
+        patch.object(update, "chunks_of", fails if odd else update.chunks_of),
         raises(MemoryError, "no room") if odd else raises(*told),
     ):
         opt.step()

@@ -119,6 +119,7 @@ ANY: dict[str, Call] = {
     "state_dict": lambda model, opt, folder: opt.state_dict(),
     "timings": lambda model, opt, folder: opt.timings(),
     "schedule": lambda model, opt, folder: opt.schedule(),
+    "program": lambda model, opt, folder: opt.program(),
     "zero_grad": lambda model, opt, folder: opt.zero_grad(set_to_none=False),
     "units": lambda model, opt, folder: opt.units,
     "a state": lambda model, opt, folder: opt.state[param_of(opt)],

@@ -24,7 +24,6 @@ from shardopt.partition.comm.transport import Transport
 from shardopt.partition.gradient_buckets import DeviceSum
 from shardopt.partition.reducer import Reducer
 from shardopt.step import step as step_module
-from shardopt.step import update as update_module
 from shardopt.step.alike import AlikeParams
 from shardopt.step.launches import Launch
 from tests.support.cases import Case, Keywords
@@ -171,7 +170,7 @@ CHEATS: dict[str, Any] = {
 
 # These need the module handed over, several backwards before a step, and two ranks or more.
 REDUCING_CHEATS: dict[str, Any] = {
-    "gradients not divided": patch.object(update_module, "_divided", not_divided),
+    "gradients not divided": patch.object(Launch, "divided", not_divided),
     "one shard's gradient not reduced": SummingBy(last_rank_is_alone),
     "later backwards dropped": SummingBy(later_backwards_dropped),
     "earlier backwards overwritten": SummingBy(earlier_backwards_overwritten),

@@ -22,7 +22,6 @@ states on a disk, whose writes are taken back on all ranks.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,94 +31,90 @@ import torch
 
 from ..errors import CommunicationError
 from ..kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, squares_of_limbs
-from ..module.gradient_report import ReportLayout
+from ..module.gradient_report import Report, ReportLayout
 from ..rules.passes import passes_of
 from .variants import Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
-    from ..domain.shard import Shard
-    from ..partition.layout import BucketLayout
-    from .launches import Launch, StepPlan
+    from ..partition.comm.together import Relay
+    from .launches import Launch
+    from .param_update import ParamUpdate
 
     Array = np.ndarray[Any, Any]
-    Launches = Mapping[Shard, Sequence[Launch]]
 
 _ADDING_UP = "adding up what a rule takes norms of"
-# Where the numbers of the last step's params lie in a report, with their buckets: nearly always those of this step.
-_LAYOUTS: weakref.WeakKeyDictionary[Domain, tuple[list[tuple[BucketLayout, int]], ReportLayout]]
-_LAYOUTS = weakref.WeakKeyDictionary()
 
 
-class FirstPasses:
-    """The launches of one step, and what is known of its params.
+class NormSums:
+    """Where the sums of a step's params lie in the messages that add them up; frozen with the step's plan.
 
     Attributes:
         cuts: how many times the ranks must meet before the last pass; the same on all ranks.
     """
 
-    def __init__(self, plan: StepPlan, launches: Launches):
-        self.domain, self._launches = plan.domain, launches
-        variant_of = Variants(plan.domain.rule, plan.numbers)
-        kinds = {(each.group, each.entry.shape) for each in plan.updates}
-        variants = {variant_of(*kind) for kind in kinds}
+    def __init__(self, domain: Domain, numbers: Sequence[Mapping[str, Any]], updates: Sequence[ParamUpdate]):
+        self._domain = domain
+        variant_of = Variants(domain.rule, numbers)
+        variants = {variant_of(each.group, each.entry.shape) for each in updates}
         self._passes = [passes_of(each) for each in variants if each.reductions]
         self.cuts = max((len(each) - 1 for each in self._passes), default=0)
-        self._entries = [each.entry for each in plan.updates]
+        if not self.cuts:
+            return
+        self._entries = [each.entry for each in updates]
+        self._numbers = {entry: number for number, entry in enumerate(self._entries)}
+        self._numels = [math.prod(entry.shape) for entry in self._entries]
         self._passes_of_cut = {  # a param that is cut over a tensor mesh -> passes of its rule
             each.entry: passes_of(variant_of(each.group, each.entry.shape))
-            for each in plan.updates
-            if self.cuts and each.entry.param in plan.domain.cut_over
+            for each in updates
+            if each.entry.param in domain.cut_over
         }
-        self._numbers = {entry: number for number, entry in enumerate(self._entries)} if self.cuts else {}
+        params = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
+        self._layout = ReportLayout(params, domain.mesh.shard.rank, domain.mesh.world.size)
 
-    def launches(self, number: int) -> dict[Shard, list[Launch]]:
-        """Returns the launches of this pass: of each launch of the step that has it before its own, the last one."""
-        return {
-            shard: [_of_pass(each, number) for each in its if number < each.number]
-            for shard, its in self._launches.items()
-        }
-
-    # -- what all ranks know -------------------------------------------------------------------------------------------
-
-    def join(self, number: int, ran: Sequence[Launch], problem: Exception | None) -> None:
+    def add_up(self, number: int, ran: Sequence[Launch], relay: Relay) -> None:
         """Collective: adds up what a pass measured on all ranks, and fills the results into the scalars.
 
         Args:
-            ran: the launches of this rank, as :meth:`launches` has them.
-            problem: why this rank's sums are missing.
+            ran: the launches of this rank, see :func:`launch_of_pass`.
+            relay: has the reason why this rank's sums are missing, if they are.
 
         Raises:
-            Exception: the problem; CommunicationError on the other ranks.
+            Exception: this rank's; CommunicationError on the other ranks.
         """
-        mesh, layout, slots = self.domain.mesh, self._layout(), self._slots(number)
-        reports = [layout.blank() for _ in range(slots)]
-        if problem is None:
-            try:
-                sums = self._sums(ran, slots)
-                if mesh.world.rank in mesh.one_copy:  # replicas of a shard hold the same sums, which count once
-                    for report, each in zip(reports, sums, strict=True):
-                        report.fill_sums(each)
-            except Exception as error:
-                problem = error
+        slots = max(len(each[number].measured) for each in self._passes if number < len(each) - 1)
+        reports = [self._layout.blank() for _ in range(slots)]
+        relay.attempt(self._measure, ran, reports)
+        totals = relay.meet(lambda problem: self._exchange(number, reports, problem))
+        relay.check()
+        assert totals is not None
+        self._fill(ran, totals)
+
+    def _measure(self, ran: Sequence[Launch], reports: Sequence[Report]) -> None:
+        mesh, sums = self._domain.mesh, self._sums(ran, len(reports))
+        if mesh.world.rank in mesh.one_copy:  # replicas of a shard hold the same sums, which count once
+            for report, each in zip(reports, sums, strict=True):
+                report.fill_sums(each)
+
+    def _exchange(self, number: int, reports: Sequence[Report], problem: Exception | None) -> Array:
+        """Collective: returns the totals of whole params, 3D [slots, params, COLUMNS] int64."""
+        world = self._domain.mesh.world
         if problem is not None:
-            reports[0].mark_failed(mesh.world.rank)
+            reports[0].mark_failed(world.rank)
         joined = torch.cat([each.vector for each in reports])
-        mesh.world.all_reduce(joined, _ADDING_UP)
+        world.all_reduce(joined, _ADDING_UP)
         for report, vector in zip(reports, joined.split(len(reports[0].vector)), strict=True):
             report.vector.copy_(vector)
         failed = [f"rank {rank}" for rank in reports[0].failed]
         totals = np.stack([each.totals for each in reports])
         if self._join_slices(number, totals, bool(failed)):
             failed.append("the other ranks of the tensor mesh")
-        if problem is not None:
-            raise problem
         if failed:
             raise CommunicationError(
                 f"look at the output of {failed[0]} for an error: a rank could not compute what the rule takes norms "
                 "of, so no rank knows the norms and none can finish this step."
             )
-        self._fill(ran, totals)
+        return totals
 
     def _join_slices(self, number: int, totals: Array, failed: bool) -> bool:
         """Collective over tensor meshes: makes totals of slices those of whole params, in place.
@@ -132,7 +127,7 @@ class FirstPasses:
             True if some rank could not measure.
         """
         measured = {entry: len(its[number].measured) for entry, its in self._passes_of_cut.items() if its[number + 1 :]}
-        for ranks, entries in self.domain.by_mesh(measured).items():
+        for ranks, entries in self._domain.by_mesh(measured).items():
             # Slots of these params alone: of others, some of these ranks may have none.
             slots, numbers = slice(max(measured.values())), [self._numbers[entry] for entry in entries]
             own = totals[slots, numbers]
@@ -147,18 +142,6 @@ class FirstPasses:
             found[:, :, LARGEST] = found[:, :, COLUMNS:].max(axis=2)
             totals[slots, numbers] = found[:, :, :COLUMNS]
         return failed
-
-    def _slots(self, number: int) -> int:
-        """Returns the most values that any variant measures in this pass; the same on all ranks."""
-        return max(len(each[number].measured) for each in self._passes if number < len(each) - 1)
-
-    def _layout(self) -> ReportLayout:
-        params = [(entry.shard.bucket.layout, entry.index) for entry in self._entries]
-        known = _LAYOUTS.get(self.domain)
-        if known is None or known[0] != params:
-            mesh = self.domain.mesh
-            known = _LAYOUTS[self.domain] = params, ReportLayout(params, mesh.shard.rank, mesh.world.size)
-        return known[1]
 
     def _sums(self, ran: Sequence[Launch], slots: int) -> Array:
         """Returns the totals of this rank's elements: 3D [slots, params, COLUMNS] int64."""
@@ -175,7 +158,7 @@ class FirstPasses:
         there = [each for each in totals if each.device.type != "cpu"]
         copies: Iterator[torch.Tensor] = iter(())
         if there:
-            flat = self.domain.mesh.world.read(torch.cat([each.view(-1) for each in there]), _ADDING_UP)
+            flat = self._domain.mesh.world.read(torch.cat([each.view(-1) for each in there]), _ADDING_UP)
             copies = iter(flat.split([each.numel() for each in there]))
         return [each if each.device.type == "cpu" else next(copies).view(each.shape) for each in totals]
 
@@ -184,8 +167,7 @@ class FirstPasses:
         return list(launch.updates), [self._numbers[each.entry] for each in launch.updates.values()]
 
     def _fill(self, ran: Sequence[Launch], totals: Array) -> None:
-        numels = [math.prod(entry.shape) for entry in self._entries]
-        results = [results_of(of_slot, numels) for of_slot in totals]
+        results = [results_of(of_slot, self._numels) for of_slot in totals]
         for launch in ran:
             rows, numbers = self._rows(launch)
             table, part = launch.scalars.numpy(), launch.part
@@ -194,8 +176,8 @@ class FirstPasses:
                     table[rows, column] = result[word][numbers].astype(np.float32)
 
 
-def _of_pass(launch: Launch, number: int) -> Launch:
-    """Returns the launch of another pass; the results of what it measures go into the same table of scalars."""
+def launch_of_pass(launch: Launch, number: int) -> Launch:
+    """Returns the launch of an earlier pass; the results of what it measures go into the same table of scalars."""
     shape = (len(launch.spec.passes[number].measured), launch.shard.tables.num_rows, COLUMNS)
     totals = torch.zeros(shape, dtype=torch.int64, device=launch.shard.home.device)
     return replace(launch, number=number, totals=totals if shape[0] else None)

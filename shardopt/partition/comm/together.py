@@ -1,0 +1,75 @@
+"""How one rank's error becomes the error of all: it is kept until the ranks meet, and told by what they exchange there.
+
+A rank that raised at once would leave the others waiting for it in their next exchange. So it skips its own work, and
+takes part in the exchange with the error as its news::
+
+    rank 0   work   exchange(None)    -> CommunicationError, DisagreementError: rank 1 failed
+    rank 1   error  exchange(error)   -> error
+
+An exchange has room for the news: a digest that says there is a problem (``domain/agreement.py``), or a flag beside the
+numbers that are summed, gathered or sent anyway. So no message is sent for errors alone where ranks meet without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from ...errors import CommunicationError
+
+Result = TypeVar("Result")
+
+
+class Relay:
+    """Keeps this rank's first error until the ranks meet."""
+
+    def __init__(self, problem: Exception | None = None):
+        self.problem = problem
+
+    def attempt(self, work: Callable[..., Result], *arguments: object) -> Result | None:
+        """Does this rank's own work, unless the rank has failed already. Returns the result, None after an error."""
+        return self.meet(lambda _: work(*arguments)) if self.problem is None else None
+
+    def meet(self, tell: Callable[[Exception | None], Result]) -> Result | None:
+        """Collective: takes part in an exchange, with an error or without. Returns the result, None after an error.
+
+        Args:
+            tell: the exchange, which tells the other ranks this rank's error, and raises if any rank has one.
+        """
+        try:
+            return tell(self.problem)
+        except Exception as error:
+            self.note(error)
+            return None
+
+    def note(self, error: Exception) -> None:
+        """Keeps an error, unless there is an earlier one."""
+        # A failed exchange is another rank's error, seen from here: what that rank says of it is better.
+        is_echo = isinstance(self.problem, CommunicationError) and not isinstance(error, CommunicationError)
+        if self.problem is None or is_echo:
+            self.problem = error
+
+    def check(self) -> None:
+        """Raises the error, once all ranks know of it."""
+        if self.problem is not None:
+            raise self.problem
+
+
+@contextmanager
+def together(tell: Callable[[Exception | None], object]) -> Iterator[None]:
+    """Collective: raises at the end of the block on all ranks if the block raised on any.
+
+    Args:
+        tell: the exchange that brings the news to the other ranks, see :meth:`Relay.meet`.
+
+    Raises:
+        Exception: what the block raised on this rank, else what ``tell`` makes of another rank's error.
+    """
+    relay = Relay()
+    try:
+        yield
+    except Exception as error:
+        relay.problem = error
+    relay.meet(tell)
+    relay.check()
