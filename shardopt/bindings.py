@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .domain.agreement import agree_on, agree_on_call
+from .domain.agreement import agree_on, agree_on_call, agreed
 from .domain.bind import bind
 from .domain.domain import Domain
 from .domain.domains import Domains
@@ -31,6 +31,7 @@ from .module.backward import Backward
 from .module.hooks import call_while_alive
 from .module.materialize import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
 from .partition.comm.group import Ranks
+from .partition.comm.together import Relay
 from .partition.mesh import Mesh, everyone_of
 from .partition.zero_stage import ZeroStage
 from .states.table import StateTable
@@ -302,7 +303,7 @@ class Bindings:
         numbers: Sequence[dict[str, Any]],
     ) -> None:
         main = self.ensure_domains().main
-        problem: Exception | None = None
+        relay = Relay()
         for domain, groups in by_domain:
             try:
                 unbound = domain.unbound(groups)
@@ -313,9 +314,9 @@ class Bindings:
             except Exception as error:
                 if domain is main:
                     raise
-                problem = problem or error  # of the ranks of one expert; agree_on() raises it on all
+                relay.note(error)  # of the ranks of one expert: the others are told
         if len(by_domain) > 1:
-            agree_on("experts", main.mesh.world, problem)
+            agree_on("experts", main.mesh.world, relay.problem)
         if takeover.fresh:
             takeover.give_values(init)
         takeover.expect_backward()
@@ -342,10 +343,8 @@ class Bindings:
         self, takeover: ModuleTakeover, candidates: Sequence[Candidate], init: DeferredInit
     ) -> list[dict[str, Any]]:
         """Collective: checks all that may be wrong on one rank, and raises it on all before a rank waits for values."""
-        problem: Exception | None = None
-        numbers: list[dict[str, Any]] = []
-        domain = self.ensure_domains().main
-        try:
+        view: dict[str, Any] = {}
+        with agreed(view, self.ensure_domains().main.mesh.world):
             self.ensure_domains().update_whole(self.groups)  # first: it finds the ranks that a problem is sent to
             takeover.check_covers(self.groups)
             takeover.check_covered()
@@ -358,11 +357,8 @@ class Bindings:
                 check_materializable(takeover.module, init, takeover.fresh)
             else:
                 check_unused(init)
-        except Exception as error:
-            problem = error
-        others = {"params of other optimizers": list(takeover.averaged.named)}
-        view = {"module": takeover.describe(), **others, **init.describe()}
-        agree_on(view, domain.mesh.world, problem)
+            others = {"params of other optimizers": list(takeover.averaged.named)}
+            view |= {"module": takeover.describe(), **others, **init.describe()}
         return numbers
 
     def _check_one_domain(self) -> None:

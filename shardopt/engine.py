@@ -33,6 +33,7 @@ from .module.gradients_at_once import reduce_together, sum_tied
 from .module.takeover import ModuleTakeover
 from .option import given_in_words
 from .partition.comm.group import Ranks
+from .partition.comm.together import Relay
 from .partition.mesh import everyone_of
 from .partition.schedule import Schedule
 from .partition.unit_view import Units, UnitView
@@ -244,7 +245,7 @@ class Engine(Bindings):
 
     def _step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         self.check_open()
-        loss, problem, scaled, settled = None, None, (1.0, False), None
+        loss, scaled, settled, relay = None, (1.0, False), None, Relay()
 
         def evaluate() -> Any:
             self.check_weights("step()")
@@ -273,10 +274,10 @@ class Engine(Bindings):
         except RaiseNow as error:
             settled = error.error
         except Exception as error:  # run_step raises it on every rank, so that no rank waits for this one
-            problem = error
+            relay.note(error)
         if settled is not None:
             raise settled
-        call = Call(self.defaults, closure is not None, problem, *scaled)
+        call = Call(self.defaults, closure is not None, relay.problem, *scaled)
         try:
             self._announce("step", call)
             self._take(call)
@@ -315,18 +316,20 @@ class Engine(Bindings):
         return NOTHING_DONE
 
     def _run(self, call: Call) -> Outcome:
-        by_domain, domains = self.groups_by_domain(), self.ensure_domains()
+        by_domain, domains, relay = self.groups_by_domain(), self.ensure_domains(), Relay(call.problem)
         domains.compare_norm_groups(call.problem)
-        try:
-            domains.update_whole(self.groups)
-            self.local_params.prepare_gradients()
-        except Exception as error:  # perhaps of this rank alone: its tensor ranks wait in the exchange that follows
-            call = dataclasses.replace(call, problem=call.problem or error)
-        try:
-            domains.agree_on_gradients(self.groups, call.problem)
+
+        def sum_gradients(problem: Exception | None) -> None:
+            domains.agree_on_gradients(self.groups, problem)
             self.local_params.set_local_gradients(domains.sum_over)
+
+        try:
+            domains.update_whole(self.groups)  # also after an error: it finds the tensor ranks, which wait below
+            self.local_params.prepare_gradients()
         except Exception as error:
-            call = dataclasses.replace(call, problem=error)
+            relay.note(error)
+        relay.meet(sum_gradients)
+        call = dataclasses.replace(call, problem=relay.problem)
         try:
             with resharded(domains.domains, call.problem):
                 return run_step(by_domain, domains.whole, call, self._bind_params, self.planners)

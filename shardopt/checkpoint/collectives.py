@@ -6,11 +6,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from ..domain.agreement import first_difference
 from ..errors import CheckpointError
 from ..partition.comm.group import Ranks
+from ..partition.comm.together import Relay, together
 from .mesh_ranks import Holder, MeshRanks
 from .typed_json import Json, Record, from_json, to_json
 
@@ -54,23 +56,15 @@ class Collectives:
             Exception: this rank's own problem.
             CheckpointError: another rank's.
         """
-        try:
-            found = work()
-        except Exception as error:
-            self.raise_together(error, phase)
-            raise
-        self.raise_together(None, phase)
-        return found
+        with together(lambda problem: self.raise_together(problem, phase)):
+            return work()
 
     def raise_together(self, problem: Problem, phase: str) -> None:
         """Collective: raises this rank's problem, else CheckpointError with another rank's; returns if none has one."""
+        relay = Relay(problem)
         for ranks in (self.world, *self._other_parts):
-            try:
-                _raise_problem_of_any(ranks, problem, phase)
-            except Exception as error:  # is sent to the next group of ranks too
-                problem = error
-        if problem is not None:
-            raise problem
+            relay.meet(partial(_raise_problem_of_any, ranks, phase))
+        relay.check()
 
     def compare(self, value: Json, phase: str) -> None:
         """Collective: raises CheckpointError with the first difference if ranks give different values."""
@@ -81,16 +75,12 @@ class Collectives:
         self._compare_in(self._other_parts, value, phase)
 
     def _compare_in(self, groups: Sequence[AnyRanks], value: Json, phase: str) -> None:
-        problem: Problem = None
+        relay = Relay()
         for ranks in groups:
-            try:
-                _raise_if_any_differs(ranks, value, phase)
-            except Exception as error:
-                problem = error
+            relay.meet(partial(_raise_if_any_differs, ranks, value, phase))
         if self._other_parts:
-            self.raise_together(problem, phase)
-        elif problem is not None:
-            raise problem
+            self.raise_together(relay.problem, phase)
+        relay.check()
 
     def all_gather(self, value: Value, phase: str) -> list[Value]:
         """Collective: returns every rank's JSON value, by rank."""
@@ -149,7 +139,7 @@ class Collectives:
                 _raise_if_different(expected, common, (one, rank), phase)
 
 
-def _raise_problem_of_any(ranks: AnyRanks, problem: Problem, phase: str) -> None:
+def _raise_problem_of_any(ranks: AnyRanks, phase: str, problem: Problem) -> None:
     """Collective over ``ranks``."""
     rows = ranks.exchange([int(problem is not None)], phase)
     if not any(flag for (flag,) in rows):
@@ -162,7 +152,7 @@ def _raise_problem_of_any(ranks: AnyRanks, problem: Problem, phase: str) -> None
     raise CheckpointError(f"while {phase}, rank {rank} failed, so all ranks stop here. It says: {text}")
 
 
-def _raise_if_any_differs(ranks: AnyRanks, own: Json, phase: str) -> None:
+def _raise_if_any_differs(ranks: AnyRanks, own: Json, phase: str, _: Problem) -> None:
     """Collective over ``ranks``: values travel only where their digests differ."""
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
     row = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..engine import Engine
     from ..optim.optimizer import ShardedOptimizer
-    from .collectives import Collectives, Problem
+    from .collectives import Collectives
     from .model_param import ModelParam
 
 
@@ -217,30 +217,9 @@ class Loading:
             CheckpointError: the files changed since they were verified, or a rank died; the optimizers then refuse to
                 step.
         """
-        problem: Problem = None
         domains = self._model.domains
         try:
-            with ExitStack() as stores:
-                for engine in self._model.engines:
-                    _before_writing(engine)
-                for domain in domains:
-                    stores.enter_context(domain.epoch.loading())
-                    if domain.shards:
-                        stores.enter_context(domain.all_or_nothing())
-                for item in self.plan.items:
-                    for before, read in item.assembly.values(self._checkpoint):
-                        item.write(before, read)
-                self._commit()
-        except ShardoptError as error:
-            problem = error
-        except Exception as error:
-            problem = CheckpointError(
-                f"load a checkpoint again: loading {self._checkpoint.path} failed half-way ({type(error).__name__}: "
-                f"{error}). Params and states belong to different steps, so the optimizers refuse to step until then."
-            )
-            problem.__cause__ = error
-        try:
-            self._collectives.raise_together(problem, "loading a checkpoint")
+            self._collectives.together(self._write, "loading a checkpoint")
         except ShardoptError as error:
             for domain in domains:
                 domain.mark_broken(f"while loading a checkpoint: {error}", by_load=True)
@@ -248,6 +227,27 @@ class Loading:
         if not self._match.mismatches:  # everything was replaced
             for domain in domains:
                 domain.mark_repaired()
+
+    def _write(self) -> None:
+        try:
+            with ExitStack() as stores:
+                for engine in self._model.engines:
+                    _before_writing(engine)
+                for domain in self._model.domains:
+                    stores.enter_context(domain.epoch.loading())
+                    if domain.shards:
+                        stores.enter_context(domain.all_or_nothing())
+                for item in self.plan.items:
+                    for before, read in item.assembly.values(self._checkpoint):
+                        item.write(before, read)
+                self._commit()
+        except ShardoptError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"load a checkpoint again: loading {self._checkpoint.path} failed half-way ({type(error).__name__}: "
+                f"{error}). Params and states belong to different steps, so the optimizers refuse to step until then."
+            ) from error
 
     def _commit(self) -> None:
         model, match = self._model, self._match

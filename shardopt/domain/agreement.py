@@ -13,6 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 
 from ..errors import CommunicationError, DisagreementError, OffloadError, ShardoptError
 from ..kernels.reductions import LIMBS
+from ..partition.comm.together import together
 
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
@@ -111,6 +113,15 @@ def agree_on(what: str | dict[str, Any], ranks: Ranks, problem: Exception | None
     agree(StepDigest(what, (lambda: what) if isinstance(what, dict) else dict, problem), ranks)
 
 
+def agreed(what: str | dict[str, Any], ranks: Ranks) -> AbstractContextManager[None]:
+    """A context, collective at its end: an error inside of it, on any rank, is raised on all of them.
+
+    Args:
+        what: as for :func:`agree_on`; values may be filled in inside.
+    """
+    return together(lambda problem: agree_on(what, ranks, problem))
+
+
 def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
     """Collective, ahead of what a call does together: what ``read`` makes of its arguments, JSON-able.
 
@@ -119,15 +130,11 @@ def agree_on_call(call: str, read: Callable[[], dict[str, Any]], ranks: Ranks) -
         DisagreementError: what it raised on another rank, or arguments that differ; on every rank.
         CommunicationError: a rank is missing.
     """
-    given: dict[str, Any] = {}
-    problem: Exception | None = None
-    try:
-        given = read()
-    except Exception as error:
-        problem = error
-    key = {call: given}
-    agree(StepDigest(key, lambda: key, problem, consequence=f"so {call} did nothing"), ranks)
-    return given
+    key: dict[str, dict[str, Any]] = {call: {}}
+    nothing = f"so {call} did nothing"
+    with together(lambda problem: agree(StepDigest(key, lambda: key, problem, consequence=nothing), ranks)):
+        key[call] = read()
+    return key[call]
 
 
 def _compare_witnesses(bits: Sequence[int], name: str) -> None:

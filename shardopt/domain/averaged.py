@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import OffloadError, ShardoptError
+from ..errors import ShardoptError
 from ..rules.rule import EMA
-from .agreement import agree_on
+from .agreement import agree_on, agreed
 from .masters import begin_averages, take_sources
 from .shard import Shard
 
@@ -45,7 +45,7 @@ def averaged(domain: Domain) -> Iterator[None]:
 
     _on_all(domain, read)
     followed = [entry for entry in domain.entries.values() if entry.version == entry.param._version]
-    problem: Exception | None = None
+    written: Exception | None = None
     is_over = False
     try:
         for shard in shards:
@@ -56,7 +56,7 @@ def averaged(domain: Domain) -> Iterator[None]:
         is_over = True
     finally:
         if is_over:
-            problem = _written_inside(domain, averages)
+            written = _written_inside(domain, averages)
         try:
             _put(domain, weights)
         except BaseException as error:
@@ -67,7 +67,7 @@ def averaged(domain: Domain) -> Iterator[None]:
                 shard.saved_weights = None
         for entry in followed:  # writes inside are gone: masters need not follow them
             entry.follow_param()
-    agree_on("the end of unsharded(ema=True)", domain.mesh.world, problem)
+    agree_on("the end of unsharded(ema=True)", domain.mesh.world, written)
 
 
 def _written_inside(domain: Domain, averages: Slices) -> Exception | None:
@@ -128,10 +128,5 @@ def _put(domain: Domain, values: Slices) -> None:
 
 def _on_all(domain: Domain, act: Callable[[], None]) -> None:
     """Calls ``act``. Collective if it can fail on one rank alone (with a disk): it then fails on all ranks."""
-    problem: Exception | None = None
-    try:
+    with nullcontext() if domain.store.is_final else agreed("average", domain.mesh.world):
         act()
-    except OffloadError as error:
-        problem = error
-    if not domain.store.is_final:
-        agree_on("average", domain.mesh.world, problem)

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import BindingError, CommunicationError
+from ..errors import BindingError
 from ..option import compared
 from ..partition.layout import BucketLayout
 from ..partition.memory import return_free_memory
 from ..tensors.unsharded_guard import is_sharded
-from .agreement import UNBOUND, agree_on, checksum
+from .agreement import UNBOUND, agreed, checksum
 from .allocate import allocate, allocate_frozen
 from .bindable import check_bindable, check_gradient_format, warn_of_master
 from .bucket_plan import plan_buckets
@@ -79,47 +79,31 @@ def bind(
         StateError: a state was loaded as parts, and no rank has some of its elements.
         Exception: this rank's own problem, such as no memory; DisagreementError on the other ranks.
     """
-    problem: Exception | None = None
-    plan: list[PlannedBucket] = []
-    values: dict[str, int] = {}
-    units: UnitTable = {}
     device, world = _device_of(domain, candidates, frozen), domain.mesh.world
-    try:
+    description = _description(domain, groups, numbers, candidates, closure, waiting)
+    description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
+    with agreed(description, world):
         if candidates:
             _check(domain, groups, candidates)
         units = unit_table(domain)
         plan = plan_of(domain, candidates, units)
-        values = _values(domain, candidates, fresh) if world.size > 1 else {}
-    except Exception as error:
-        problem = error
-    description = _description(domain, groups, numbers, candidates, closure, waiting)
-    description["values"] = values
-    description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
-    agree_on(description, world, problem)
+        description["values"] = _values(domain, candidates, fresh) if world.size > 1 else {}
     recut(plan, domain.mesh, waiting)
     with ExitStack() as undo:
         made: list[AllocatedBucket] = []
         landing = domain.landing
-        try:
+        with agreed("bound", world):
             if domain.sharded is not None:  # frozen params that train from now on need whole values first
                 domain.sharded.remove_params([domain.locals.outer_of(param) for _, param, _ in candidates])
             if domain.links is None and domain.options.module is not None:
                 landing = _landing(domain, device, undo)
             made += [allocate(domain, planned, waiting, fresh, landing, undo) for planned in plan]
             made += [allocate_frozen(domain, *each, fresh, undo) for each in _frozen_layouts(domain, frozen, units)]
-        except Exception as error:
-            problem = error
-        agree_on("bound", world, problem)
         links = domain.links
-        try:
+        with agreed("connected", world):
             if links is None:
                 links = connect(domain, device, landing, undo)
             open_windows(links, made)
-        except CommunicationError:  # the other ranks raise it as well, while they wait
-            raise
-        except Exception as error:
-            problem = error
-        agree_on("connected", world, problem)
         undo.pop_all()
     assert links is not None
     _adopt(domain, links, made, units)

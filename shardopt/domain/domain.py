@@ -9,7 +9,7 @@ fills it; a bound param never changes its place. Each fact that changes later ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import BindingError, CommunicationError, OffloadError, RuleError
+from ..errors import BindingError, CommunicationError, RuleError
 from ..partition.comm.group import Ranks, Traffic
 from ..partition.comm.transport import Transport
 from ..partition.zero_stage import ZeroStage
-from .agreement import agree_on
+from .agreement import agreed
 from .bucket_plan import MatrixStats, matrix_stats
 from .epoch import Epoch
 from .listed import ListedParams
@@ -466,14 +466,8 @@ class Domain:
 
     def read_together(self, shard: Shard, name: str, ranks: Ranks) -> torch.Tensor:
         """Collective: returns a state of this rank's whole shard, once every rank could read its own."""
-        own, problem = torch.empty(0), None
-        try:
-            own = shard.whole(name)
-        except OffloadError as error:
-            problem = error
-        if not self.store.is_final:
-            agree_on("read", ranks, problem)
-        return own
+        with nullcontext() if self.store.is_final else agreed("read", ranks):
+            return shard.whole(name)
 
     def gather_slices(self, shard: Shard, own: torch.Tensor, name: str) -> torch.Tensor:
         """Collective: returns the ``own`` of all ranks, each its slice of one bucket: 1D, as long as the bucket."""

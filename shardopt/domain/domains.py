@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BindingError
 from ..partition.comm.group import Ranks
+from ..partition.comm.together import Relay, together
 from ..partition.mesh import everyone_of
 from ..rules.choice import RuleChoice
 from ..rules.matrix import MatrixRule
@@ -127,7 +129,7 @@ class Domains:
         if self.options.norm_group is not None and self._norm_ranks is None:
             self._norm_ranks = self._ranks_of(everyone_of(self.options.norm_group))
         has_dtensors = any(any_dtensor(group["params"]) for group in groups)
-        mesh, problem = self._tensor_mesh(groups) if has_dtensors else (None, None)
+        mesh, unusable = self._tensor_mesh(groups) if has_dtensors else (None, None)
         rule = self.main.rule
         if has_dtensors and (rule.takes_norms or isinstance(rule, MatrixRule | RuleChoice)):
             self._find_cuts(groups)
@@ -140,8 +142,8 @@ class Domains:
         self.whole = (self.main.mesh.world, *self._tensor_ranks)
         if self._norm_ranks is not None:
             self.whole = (self._norm_ranks,)
-        if problem is not None:
-            raise problem
+        if unusable is not None:
+            raise unusable
         if self.options.module is not None:
             everyone = _ranks(self.main.mesh.world)
             check_experts(self.options, everyone, [_ranks(each.mesh.world) for each in self.others.values()])
@@ -157,15 +159,13 @@ class Domains:
 
         The ranks of a tensor mesh run one forward together; other stages of a pipeline come to theirs later.
         """
-        problem: Exception | None = None
-        try:
+
+        def tell(problem: Exception | None) -> None:
+            if self._tensor_ranks:  # which may have been found inside
+                agree_on_whole(StepDigest(call, dict, problem), (self.main.mesh.world, *self._tensor_ranks))
+
+        with together(tell):
             yield
-        except Exception as error:
-            if not self._tensor_ranks:
-                raise
-            problem = error
-        if self._tensor_ranks:
-            agree_on_whole(StepDigest(call, dict, problem), (self.main.mesh.world, *self._tensor_ranks))
 
     def compare_experts(self, groups: Sequence[Group]) -> None:
         """Collective over the model: raises on all ranks if ranks of a tensor mesh begin with the same experts.
@@ -206,28 +206,15 @@ class Domains:
             Exception: this rank's problem.
             DisagreementError: another rank's, or gradients that are not placed alike.
         """
-        if not self._tensor_ranks and not self._cuts:
-            if problem is not None:
-                raise problem
-            return
-        dtensors = [(name, param) for name, param, _ in named_params(groups) if is_dtensor(param)]
-
-        def view(params: Sequence[tuple[str, torch.nn.Parameter]]) -> StepDigest:
-            placed = {name: _placement(param.grad) for name, param in params}
-            return StepDigest("problem" if problem else placed, lambda: {"placements of gradients": placed}, problem)
-
-        try:
-            agree_on_whole(view(dtensors), self._tensor_ranks)
-        except Exception as error:
-            problem = error
-        others = dict.fromkeys(ranks for cut in self._cuts.values() for ranks in cut if ranks not in self._tensor_ranks)
-        for ranks in others:
-            try:
-                agree(view([each for each in dtensors if ranks in self._cuts.get(each[1], ())]), ranks)
-            except Exception as error:
-                problem = error
-        if problem is not None:
-            raise problem
+        relay = Relay(problem)
+        if self._tensor_ranks or self._cuts:
+            dtensors = [(name, param) for name, param, _ in named_params(groups) if is_dtensor(param)]
+            relay.meet(partial(_compare_gradients, dtensors, self._tensor_ranks))
+            for ranks in dict.fromkeys(ranks for cut in self._cuts.values() for ranks in cut):
+                if ranks not in self._tensor_ranks:
+                    of_cut = [each for each in dtensors if ranks in self._cuts.get(each[1], ())]
+                    relay.meet(partial(_compare_gradients, of_cut, (ranks,)))
+        relay.check()
 
     def sum_over(self, mesh: DeviceMesh, dim: int, tensor: torch.Tensor) -> None:
         """Collective over one dimension of a tensor mesh: sums in place."""
@@ -326,6 +313,14 @@ def _placement(grad: Any) -> str:
     return "absent" if grad is None else f"{getattr(grad, 'placements', 'plain')} {grad.dtype}"
 
 
+def _compare_gradients(
+    params: Sequence[tuple[str, torch.nn.Parameter]], whole: Sequence[Ranks], problem: Exception | None
+) -> None:
+    placed = {name: _placement(param.grad) for name, param in params}
+    key = "problem" if problem else placed
+    agree_on_whole(StepDigest(key, lambda: {"placements of gradients": placed}, problem), whole)
+
+
 def agree_on_whole(view: StepDigest, whole: Sequence[Ranks]) -> Consensus:
     """Collective, over one set of ranks after the other: sums, and the problem of any rank, reach all ranks.
 
@@ -334,24 +329,24 @@ def agree_on_whole(view: StepDigest, whole: Sequence[Ranks]) -> Consensus:
         DisagreementError: another rank's.
     """
     agreed = Consensus(view.overflow, view.nonfinite, view.limbs, bool(view.written), proposes_order=False)
-    problem = view.problem
+    relay = Relay(view.problem)  # after an error the ranks of the next exchange wait for this one
     for ranks in whole:
         joined = StepDigest(
             view.key,
             view.describe,
-            problem,
+            relay.problem,
             agreed.overflow,
             agreed.nonfinite,
             written=int(agreed.written),
             limbs=agreed.limbs,
         )
-        try:
-            agreed = agree(joined, ranks, one_copy=range(ranks.size))
-        except Exception as error:  # the ranks of the next exchange wait for this one, and must be notified
-            problem = error
-    if problem is not None:
-        raise problem
+        agreed = relay.meet(partial(_agree_on_sums, joined, ranks)) or agreed
+    relay.check()
     return agreed
+
+
+def _agree_on_sums(view: StepDigest, ranks: Ranks, _: Exception | None) -> Consensus:
+    return agree(view, ranks, one_copy=range(ranks.size))
 
 
 def _ranks(ranks: Ranks) -> list[int]:

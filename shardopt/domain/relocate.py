@@ -10,7 +10,7 @@ from ..errors import OffloadError, ShardoptError
 from ..offload.disk.pipeline import SLOTS
 from ..offload.store import ResidentStorage
 from ..partition.memory import return_free_pages
-from .agreement import agree_on
+from .agreement import agreed
 from .tiers import check_offload, make_store, tier_of
 
 if TYPE_CHECKING:
@@ -55,15 +55,11 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
     """
     store: Store | None = None
     storages: list[ShardStorage] = []
-    problem: Exception | None = None
     view = {"tier to move masters and states to": tier, "calls of step()": domain.steps_agreed}
     try:
-        try:
+        with agreed(view, domain.mesh.world):
             store = open_store()
             _copy(domain, store, storages)
-        except Exception as error:
-            problem = error
-        agree_on(view, domain.mesh.world, problem)
     except BaseException:
         if store is not None:
             _close(store)

@@ -22,6 +22,7 @@ from ..arguments import by_name
 from ..domain.agreement import agree_on
 from ..domain.dtensors import is_dtensor
 from ..errors import BindingError
+from ..partition.comm.together import Relay
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -224,7 +225,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, in
 
     A module follows the modules that it holds, as in constructors. After an error all tensors are still fresh.
     """
-    problem: Exception | None = None
+    relay = Relay()  # after an error the other ranks go on gathering, and need this rank
     without, waiting = set(fresh), set(fresh)
     where = {} if domain.sharded is None else domain.sharded.where
     for tensor in fresh:
@@ -238,18 +239,14 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, in
             units = list(dict.fromkeys(where[param].unit for param in each.parameters(recurse=False) if param in where))
             if units:
                 domain.gatherer.need_all(units)
-            try:
-                if problem is None:
-                    _initialize(each, prefix, own, waiting, init)
-            except Exception as error:  # raised below: the other ranks go on gathering, and need this rank
-                problem = error
+            relay.attempt(_initialize, each, prefix, own, waiting, init)
             for unit in units:
                 domain.gatherer.write_back(unit)
                 domain.gatherer.done(unit, reshard=True)
             waiting -= set(own)
         if where:
             domain.gatherer.writes.after_writes()
-        agree_on("values", domain.mesh.world, problem)
+        agree_on("values", domain.mesh.world, relay.problem)
     for shard in domain.shards:
         if any(param in without for param in shard.bucket.params):
             shard.restart_masters()

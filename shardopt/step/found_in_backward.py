@@ -27,17 +27,28 @@ class Found(NamedTuple):
     updated: bool  # this backward has changed params or states of any rank
 
 
-def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, whole: Sequence[Ranks]) -> Found:
+def found_in(
+    domain: Domain,
+    entries: Sequence[ParamRecord],
+    report: Report | None,
+    whole: Sequence[Ranks],
+    problem: Exception | None,
+) -> Found | None:
     """Collective where the model has several domains.
 
     Args:
         entries: the params of the report's rows.
-        report: of the ranks that share the states.
+        report: of the ranks that share the states; None after an error.
         whole: see :func:`shardopt.step.step.run_step`.
+        problem: this rank's error in its backward.
 
     Raises:
+        Exception: the problem.
         DisagreementError: another rank of the model has an error in its backward.
     """
+    if report is None:
+        agree_on_whole(StepDigest(_WHAT, dict, problem), whole)
+        return None
     if not whole:
         # fsum rounds once, so that the order of params cannot show.
         norm = math.sqrt(math.fsum((norms_of_limbs(report.limbs) ** 2).tolist()))
@@ -49,9 +60,3 @@ def found_in(domain: Domain, entries: Sequence[ParamRecord], report: Report, who
     nonfinite, updated = int(report.nonfinite[counted].sum()), int(report.updated)
     agreed = agree_on_whole(StepDigest(_WHAT, dict, nonfinite=nonfinite, written=updated, limbs=limbs), whole)
     return Found(agreed.nonfinite, math.sqrt(sum_of_squares(agreed.limbs)), agreed.written)
-
-
-def raise_on_all_ranks(problem: Exception, whole: Sequence[Ranks]) -> None:
-    """Collective where the model has several domains, in place of :func:`found_in`, whose callers raise as well."""
-    if whole:
-        agree_on_whole(StepDigest(_WHAT, dict, problem), whole)

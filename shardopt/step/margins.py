@@ -38,6 +38,7 @@ from ..errors import CommunicationError
 from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS, FIRST, INNER, OUTER, RUN, Geometry, MarginPiece, Products
 from ..kernels.tables import sent
+from ..partition.comm.together import riding_on
 from ..rules.factored import FactoredRule
 from .variants import Variants, eps_of, param_geometry
 
@@ -117,16 +118,16 @@ class MarginSums:
         sums = _views(self.updates, message)
         if mesh.world.rank in mesh.one_copy:  # replicas hold the same, which counts once
             relay.attempt(_add_own, mesh.world, launches, sums, message[:-1], factors)
-        whole = relay.meet(lambda problem: _exchange(plan.domain, sums, message, problem))
+        whole = relay.meet(riding_on(lambda failed: _exchange(plan.domain, sums, message, failed)))
         relay.check()
         return relay.attempt(_with_tables, plan, launches, sums, whole) or launches
 
 
 def _exchange(
-    domain: Domain, sums: Mapping[ParamRecord, _Sums], message: torch.Tensor, problem: Exception | None
+    domain: Domain, sums: Mapping[ParamRecord, _Sums], message: torch.Tensor, has_failed: bool
 ) -> dict[ParamRecord, _Whole]:
     """Collective: returns the sums of whole params."""
-    message[-1] = problem is not None
+    message[-1] = has_failed
     domain.mesh.world.all_reduce(message, _ADDING_UP)
     whole, failed = _joined(domain, sums, bool(message[-1]))
     if failed:

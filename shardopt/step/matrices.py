@@ -24,6 +24,7 @@ import torch
 from ..domain.matrix_placement import MatrixPlacement, matrix_placement_of
 from ..errors import RuleError
 from ..kernels.tables import BLOCK
+from ..partition.comm.together import riding_on
 from ..partition.matrix_plan import MatrixPlan, MatrixSlice, PlannedMatrix, cost_of, owners_on_mesh, plan_matrices
 from ..rules.matrix import STACK, MatrixRule, matrices_of
 from .tensor_mates import PlacedMatrix, put_together
@@ -109,11 +110,11 @@ class MatrixUpdate:
         """Collective: starts to send slices of the first pass's updates to where their matrices are made whole."""
         relay.attempt(self._pack)
 
-        def start(problem: Exception | None) -> None:
+        def start(failed: bool) -> None:
             exchange = self._transport.all_to_all(_OUT)
-            self._arrive = exchange.start(self._own, self._received, _OUT, failed=problem is not None)
+            self._arrive = exchange.start(self._own, self._received, _OUT, failed=failed)
 
-        relay.meet(start)
+        relay.meet(riding_on(start))
 
     def _pack(self) -> None:
         # Kernels may run in host memory; the updates travel from where the params are.
@@ -129,7 +130,7 @@ class MatrixUpdate:
         if self._arrive is not None:
             arrive = self._arrive
             with clock.phase("gather"):
-                relay.meet(lambda _: arrive())
+                relay.meet(riding_on(lambda _: arrive()))
         with clock.phase("matrices"):
             relay.attempt(self._call_functions)
         for group in self._groups:  # tensor mates, who wait for a rank with a problem too
@@ -143,7 +144,7 @@ class MatrixUpdate:
         others = relay.attempt(self._pack_results) or []
         with self._step.domain.clock.phase("gather"):
             exchange = self._transport.all_to_all(_BACK)
-            relay.meet(lambda problem: exchange.start(self._own, others, _BACK, failed=problem is not None)())
+            relay.meet(riding_on(lambda failed: exchange.start(self._own, others, _BACK, failed=failed)()))
         relay.attempt(self._unpack, others)
 
     def _pack_results(self) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ import torch
 from ..errors import CommunicationError
 from ..kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, squares_of_limbs
 from ..module.gradient_report import Report, ReportLayout
+from ..partition.comm.together import riding_on
 from ..rules.passes import passes_of
 from .variants import Variants
 
@@ -85,7 +86,7 @@ class NormSums:
         slots = max(len(each[number].measured) for each in self._passes if number < len(each) - 1)
         reports = [self._layout.blank() for _ in range(slots)]
         relay.attempt(self._measure, ran, reports)
-        totals = relay.meet(lambda problem: self._exchange(number, reports, problem))
+        totals = relay.meet(riding_on(lambda failed: self._exchange(number, reports, failed)))
         relay.check()
         assert totals is not None
         self._fill(ran, totals)
@@ -96,10 +97,10 @@ class NormSums:
             for report, each in zip(reports, sums, strict=True):
                 report.fill_sums(each)
 
-    def _exchange(self, number: int, reports: Sequence[Report], problem: Exception | None) -> Array:
+    def _exchange(self, number: int, reports: Sequence[Report], has_failed: bool) -> Array:
         """Collective: returns the totals of whole params, 3D [slots, params, COLUMNS] int64."""
         world = self._domain.mesh.world
-        if problem is not None:
+        if has_failed:
             reports[0].mark_failed(world.rank)
         joined = torch.cat([each.vector for each in reports])
         world.all_reduce(joined, _ADDING_UP)

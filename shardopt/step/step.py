@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from ..domain.param import Candidate, Group
 from ..errors import DisagreementError, ShardoptError, warn
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
+from ..partition.comm.together import Relay
 from .launches import StepPlan
 from .survey import StepPlanner, sampled
 from .update import update_and_gather
@@ -139,19 +141,18 @@ def _survey_and_agree(
     planners: Planners,
 ) -> tuple[list[StepPlan], Consensus]:
     """Collective: the ranks of each domain agree by themselves, then those of the whole model."""
-    problem, overflow, plans = call.problem, False, []
+    relay, overflow, plans, consensus = Relay(call.problem), False, [], None
     for domain, groups in by_domain:
-        try:
-            plan, consensus = _survey_and_agree_in(domain, groups, call, bind, planners, is_part=bool(whole))
-            overflow |= consensus.overflow
-        except Exception as error:
-            # Where the main domain has all ranks, all of them raise here. If a rank failed in its closure, the
-            # others may have raised in their backward, and then take part in no other exchange.
-            if not whole or (len(whole) == 1 and whole[0] is domain.mesh.world):
-                raise
-            plan, problem = StepPlan(domain), problem or error  # the rest of the model waits, and must raise too
+        found = relay.meet(partial(_survey_and_agree_in, domain, groups, call, bind, planners, bool(whole)))
+        # Where the main domain has all ranks, all of them raise here. If a rank failed in its closure, the others may
+        # have raised in their backward, and then take part in no other exchange. Else the rest of the model waits.
+        if found is None and (not whole or (len(whole) == 1 and whole[0] is domain.mesh.world)):
+            relay.check()
+        plan, consensus = found or (StepPlan(domain), None)
+        overflow |= consensus is not None and consensus.overflow
         plans.append(plan)
     if not whole:
+        assert consensus is not None
         return plans, consensus
     main = plans[0].domain
     key = {
@@ -162,7 +163,7 @@ def _survey_and_agree(
     }
     nonfinite = sum(plan.stats.nonfinite for plan in plans)
     limbs = tuple(map(sum, zip(*(_limbs_of_one_copy(plan) for plan in plans), strict=True)))
-    digest = StepDigest(key, lambda: key, problem, overflow, nonfinite, limbs=limbs)
+    digest = StepDigest(key, lambda: key, relay.problem, overflow, nonfinite, limbs=limbs)
     with main.clock.phase("agree"):
         return plans, agree_on_whole(digest, whole)
 
@@ -173,34 +174,36 @@ def _limbs_of_one_copy(plan: StepPlan) -> tuple[int, ...]:
 
 
 def _survey_and_agree_in(
-    domain: Domain, groups: Sequence[Group], call: Call, bind: Bind, planners: Planners, is_part: bool
+    domain: Domain,
+    groups: Sequence[Group],
+    call: Call,
+    bind: Bind,
+    planners: Planners,
+    is_part: bool,
+    _: Exception | None,
 ) -> tuple[StepPlan, Consensus]:
     """Collective over one domain; ``is_part``: it is not all of the model."""
-    problem = call.problem
-    numbers: list[dict[str, Any]] = []
-    candidates: list[Candidate] = []
-    if problem is None:
-        try:
-            numbers = [plain_numbers(group) for group in groups]
-            check_numbers(numbers, call.defaults)
-            candidates = domain.unbound(groups)
-        except Exception as error:
-            problem = error
+    relay, numbers = Relay(call.problem), list[dict[str, Any]]()
+
+    def read() -> list[Candidate]:
+        numbers.extend(plain_numbers(group) for group in groups)
+        check_numbers(numbers, call.defaults)
+        return domain.unbound(groups)
+
+    def survey() -> StepPlan:
+        with domain.clock.phase("survey"):
+            planner = planners.setdefault(domain, StepPlanner(domain))
+            replayed = planner.replay(groups, numbers, call.scale, call.overflow, is_part)
+            if replayed is None:
+                follow_written_params(domain)
+                replayed = planner.survey(groups, numbers, call.scale, call.overflow, is_part)
+            return replayed
+
+    candidates = relay.attempt(read)
     if candidates:
         bind(domain, groups, numbers, candidates, call.closure)
-    plan = StepPlan(domain, numbers)
-    if problem is None:
-        try:
-            with domain.clock.phase("survey"):
-                planner = planners.setdefault(domain, StepPlanner(domain))
-                replayed = planner.replay(groups, numbers, call.scale, call.overflow, is_part)
-                if replayed is None:
-                    follow_written_params(domain)
-                    replayed = planner.survey(groups, numbers, call.scale, call.overflow, is_part)
-                plan = replayed
-        except Exception as error:
-            problem = error
-    digest = digest_of(plan, call, problem)
+    plan = relay.attempt(survey) or StepPlan(domain, numbers)
+    digest = digest_of(plan, call, relay.problem)
     with domain.clock.phase("agree"):
         try:
             consensus = agree(digest, domain.mesh.world, domain.mesh.one_copy)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..partition.comm.together import riding_on
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -49,7 +51,7 @@ def put_together(
         matrices: by number; none if this rank has failed. Results take the place of their slices.
         relay: gets the first error of this rank or a mate.
     """
-    transport = relay.meet(lambda _: domain.transport_to_mates(group))
+    transport = relay.meet(riding_on(lambda _: domain.transport_to_mates(group)))
     if transport is None:
         return
     own, others = list[torch.Tensor](), list[torch.Tensor]()
@@ -62,12 +64,12 @@ def put_together(
         others.extend(_room(own, of_owner[rank], rank))
 
     relay.attempt(pack)
-    relay.meet(lambda problem: _travel(domain, transport, _OUT, own, others, problem, key))
+    relay.meet(riding_on(lambda failed: _travel(domain, transport, _OUT, own, others, failed, key)))
     if relay.problem is not None:  # all mates know of it
         return
     with domain.clock.phase("matrices"):
         relay.attempt(_make_whole, of_owner[rank], others, make)
-    relay.meet(lambda problem: _travel(domain, transport, _BACK, others, own, problem))
+    relay.meet(riding_on(lambda failed: _travel(domain, transport, _BACK, others, own, failed)))
     relay.attempt(_unpack, of_owner, own)
 
 
@@ -77,13 +79,13 @@ def _travel(
     phase: str,
     own: Sequence[torch.Tensor],
     others: Sequence[torch.Tensor],
-    problem: Exception | None,
+    failed: bool,
     key: int = 0,
 ) -> None:
     received = (each.nbytes for peer, each in enumerate(others) if peer != transport.ranks.rank)
     transport.traffic.matrices += sum(received)
     with domain.clock.phase("gather"):
-        transport.all_to_all(phase).start(own, others, phase, failed=problem is not None, key=key)()
+        transport.all_to_all(phase).start(own, others, phase, failed=failed, key=key)()
 
 
 def _packed(domain: Domain, matrices: Mapping[int, PlacedMatrix]) -> torch.Tensor:

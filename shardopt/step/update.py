@@ -25,7 +25,7 @@ from ..kernels.launch import backend_of
 from ..kernels.pool import beside_a_gpu
 from ..kernels.tables import BLOCK, Factors, Gradients, Streams, Tables, blocks_of, noise_from
 from ..partition.comm.async_gather import AsyncGather
-from ..partition.comm.together import Relay
+from ..partition.comm.together import Relay, riding_on
 from ..profiler import label
 from .launches import Launch, StepPlan, joined
 
@@ -201,7 +201,8 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
         if is_final:
             update.run(relay)
         else:
-            update.send(update.shards)
+            for shard in update.shards:
+                update.send(shard)
         update.finish_gather(relay)
     return None
 
@@ -269,7 +270,10 @@ class Update:
                 relay.note(error)
                 self._gather = None
         if self.domain.store.is_final and any((*self.launches.values(), *self.matrices.values())):
-            relay.meet(self.flush)  # also after an error: copies are under way
+            try:
+                self.flush()  # also after an error: copies are under way
+            except Exception as error:
+                relay.note(error)
 
     def run_pass(
         self,
@@ -302,11 +306,11 @@ class Update:
         for shard in launches:
             relay.attempt(update_chunks, self.domain, apart.get(shard, ()), factors)
             if is_last:
-                self.send([shard])
+                self.send(shard)
         if not store.is_final:  # a disk makes room for other chunks only once all of these are written
             relay.attempt(self.flush)
 
-    def flush(self, _: object = None) -> None:
+    def flush(self) -> None:
         """Waits until what was updated can be read again."""
         with self.domain.clock.phase("write back"):
             self.domain.store.flush()
@@ -317,13 +321,12 @@ class Update:
         transport = domain.transport
         self._gather = (transport.async_gather if domain.overlaps_gather else transport.gather)(_GATHERING)
 
-    def send(self, shards: Sequence[Shard]) -> None:
-        """Starts to send shards whose params are updated."""
-        for shard in shards:
-            if self._gather is not None and shard in self._updated and shard.gathered is None:
-                with label("gather bucket", self._starts):
-                    self._gather.start(shard.window)
-            self._starts += 1
+    def send(self, shard: Shard) -> None:
+        """Starts to send a shard whose params are updated."""
+        if self._gather is not None and shard in self._updated and shard.gathered is None:
+            with label("gather bucket", self._starts):
+                self._gather.start(shard.window)
+        self._starts += 1
 
     def finish_gather(self, relay: Relay) -> None:
         """Collective: waits until all have their shards, or leaves that to whoever reads them.
@@ -340,11 +343,11 @@ class Update:
             if domain.overlap_gather(gather, arriving):
                 return
 
-        def finish(problem: Exception | None) -> None:
-            gather.finish(failed=problem is not None)
+        def finish(failed: bool) -> None:
+            gather.finish(failed)
 
         with domain.clock.phase("gather"):
-            relay.meet(finish)
+            relay.meet(riding_on(finish))
         self._end(relay)
 
     @staticmethod

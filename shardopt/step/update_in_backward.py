@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from ..partition.comm.together import Relay
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
 from .alike import AlikeParams
-from .found_in_backward import found_in, raise_on_all_ranks
+from .found_in_backward import found_in
 from .frozen_step import Facts
 from .launches import GradientStats, Launch, StepPlan, forms_of
 from .program import ELEMENTWISE
@@ -265,14 +266,11 @@ class UpdateInBackward(Backward):
     def _finish_round(self) -> None:
         reducer, current = self._reducer, self._round
         assert current is not None
-        try:
-            with self._domain.clock.phase("reduce"):
-                report = self._report(self._reduce_remaining())
-            self._check_in_time(report)
-        except Exception as error:
-            raise_on_all_ranks(error, current.whole)
-            raise
-        found = found_in(self._domain, self.entries, report, current.whole)
+        relay = Relay()
+        report = relay.attempt(self._last_report)
+        found = relay.meet(partial(found_in, self._domain, self.entries, report, current.whole))
+        relay.check()
+        assert report is not None and found is not None
         present = [entry for entry, is_there in zip(self.entries, report.present, strict=True) if is_there]
         if not present:  # on no rank: it was another module's backward, and no step
             reducer.end_round()
@@ -297,6 +295,12 @@ class UpdateInBackward(Backward):
             self._keep_versions(current)
             report_skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = not is_skipped, norm
+
+    def _last_report(self) -> Report:
+        with self._domain.clock.phase("reduce"):
+            report = self._report(self._reduce_remaining())
+        self._check_in_time(report)
+        return report
 
     def _keep_versions(self, current: _OpenStep) -> None:
         """Records the present versions, as no update was made. The next backward finds written params again."""

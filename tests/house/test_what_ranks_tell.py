@@ -14,13 +14,23 @@ from tests.support.told_pages import NAMED, PACKAGE, check_names, functions_in
 PAGE = ROOT / "docs" / "what-ranks-tell.md"
 SAYS = re.compile(
     r"(?:^|\.)(?:exchange|exchange_json|exchange_rows|exchange_slices|all_reduce|broadcast|barrier|send_bytes"
-    r"|agree|agree_on|agree_on_call|agree_on_whole|raising_together|raise_on_all_ranks|announce|announce_error"
+    r"|agree|agreed|agree_on|agree_on_call|agree_on_whole|raising_together|announce|announce_error"
     r"|together|raise_together|compare_parts|all_gather_records|gather_by_holder)$"
     r"|collectives\.(?:compare|all_gather)$|(?:world|shard)\.gather$|(?:_board|_roll_call)\.\w+$"
     r"|^dist\.(?:all_to_all|all_reduce|irecv|isend)$"
 )
 # By file: calls that say something there and nothing elsewhere.
 SAYS_HERE = {"checkpoint/write.py": re.compile(r"^self\._(?:leave|wait)$")}
+
+
+# Errors of threads, which their own thread's caller raises; and two of collectives that other ranks' writes depend on.
+KEEPING = {
+    "checkpoint/background.py",
+    "domain/sharded_params.py",
+    "module/round_gradients.py",
+    "offload/disk/pipeline.py",
+    "partition/comm/together.py",
+}
 
 
 def dotted(function: ast.AST) -> str:
@@ -61,3 +71,22 @@ def test_every_function_that_exchanges_something_has_a_row() -> None:
 
 def test_all_that_is_named_is_there() -> None:
     check_names(PAGE)
+
+
+def errors_kept_by_hand(tree: ast.AST) -> bool:
+    """True if a handler of an error keeps it in a variable (``problem = error``) for a later exchange."""
+    return any(
+        isinstance(kept, ast.Assign) and isinstance(kept.value, ast.Name) and kept.value.id == handler.name
+        for handler in ast.walk(tree)
+        if isinstance(handler, ast.ExceptHandler)
+        for kept in handler.body
+    )
+
+
+def test_errors_wait_for_an_exchange_in_one_way() -> None:
+    """``partition/comm/together.py`` keeps them."""
+    assert errors_kept_by_hand(ast.parse("try:\n    work()\nexcept Exception as error:\n    problem = error"))
+    assert not errors_kept_by_hand(ast.parse("try:\n    work()\nexcept Exception as error:\n    relay.note(error)"))
+    keeping = [path for path in PACKAGE.rglob("*.py") if errors_kept_by_hand(ast.parse(path.read_text()))]
+    found = {path.relative_to(PACKAGE).as_posix() for path in keeping}
+    assert found == KEEPING, found ^ KEEPING

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ...errors import CommunicationError, DisagreementError
+from ...errors import DisagreementError
 from .group import Pending
+from .together import riding_on, together
 
 if TYPE_CHECKING:
     from .group import Ranks
@@ -76,18 +77,14 @@ class AllToAll:
             kept: the tensors that this rank sends. Other ranks read them until the exchange below. Without a reference
                 the allocator could give their memory to another tensor, and peers would read that one's values.
         """
-        problem: CommunicationError | None = None
-        try:
+
+        def tell(failed: bool) -> None:
+            reports = self._ranks.exchange([int(failed)], f"{phase} (waiting for every rank)")
+            kept.clear()
+            _check([failed for (failed,) in reports], phase)
+
+        with together(riding_on(tell)):
             end()
-        except CommunicationError as error:
-            problem = error
-        try:
-            reports = self._ranks.exchange([int(problem is not None)], f"{phase} (waiting for every rank)")
-        finally:
-            if problem is not None:
-                raise problem
-        kept.clear()
-        _check([failed for (failed,) in reports], phase)
 
 
 def _check(reports: Sequence[int], phase: str) -> None:

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ...errors import CommunicationError
-
 Result = TypeVar("Result")
 
 
@@ -29,31 +27,46 @@ class Relay:
 
     def attempt(self, work: Callable[..., Result], *arguments: object) -> Result | None:
         """Does this rank's own work, unless the rank has failed already. Returns the result, None after an error."""
-        return self.meet(lambda _: work(*arguments)) if self.problem is None else None
+        if self.problem is None:
+            try:
+                return work(*arguments)
+            except Exception as error:
+                self.problem = error
+        return None
 
     def meet(self, tell: Callable[[Exception | None], Result]) -> Result | None:
         """Collective: takes part in an exchange, with an error or without. Returns the result, None after an error.
 
         Args:
-            tell: the exchange, which tells the other ranks this rank's error, and raises if any rank has one.
+            tell: the exchange, which tells the other ranks this rank's error, and raises if any rank has one. It
+                chooses which: an agreement raises what another rank says rather than what this one saw of it.
         """
         try:
             return tell(self.problem)
         except Exception as error:
-            self.note(error)
+            self.problem = error
             return None
 
     def note(self, error: Exception) -> None:
         """Keeps an error, unless there is an earlier one."""
-        # A failed exchange is another rank's error, seen from here: what that rank says of it is better.
-        is_echo = isinstance(self.problem, CommunicationError) and not isinstance(error, CommunicationError)
-        if self.problem is None or is_echo:
-            self.problem = error
+        self.problem = self.problem or error
 
     def check(self) -> None:
         """Raises the error, once all ranks know of it."""
         if self.problem is not None:
             raise self.problem
+
+
+def riding_on(exchange: Callable[[bool], Result]) -> Callable[[Exception | None], Result]:
+    """Makes an exchange of one that has room for a flag alone: a rank that has failed raises its own error."""
+
+    def tell(problem: Exception | None) -> Result:
+        try:
+            return exchange(problem is not None)
+        except Exception as error:
+            raise problem or error  # noqa: B904 (an error of the exchange says no more than the flags)
+
+    return tell
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from .reduce_scatter import NoReduceScatter
 from .reduce_scatter_collective import CollectiveReduceScatter
 from .reduce_scatter_p2p import P2PReduceScatter
 from .reduce_scatter_peer import PeerReduceScatter
+from .together import riding_on, together
 
 if TYPE_CHECKING:
     from .all_gather import AllGather
@@ -210,18 +211,11 @@ class Gather:
             return
         if self._all_gather.reads_memory:
             barrier(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
-        problem = None
-        try:
-            self._all_gather.finish()
-        except CommunicationError as error:
-            problem = error
+        phase = f"{self._phase} (waiting for every rank's copy)"
         # A rank that wrote or freed its params before all have read them would give them other values. All must know
         # as well if one could not read.
-        try:
-            barrier(self._ranks, failed or problem is not None, f"{self._phase} (waiting for every rank's copy)")
-        finally:
-            if problem is not None:
-                raise problem
+        with together(riding_on(lambda also: barrier(self._ranks, failed or also, phase))):
+            self._all_gather.finish()
 
 
 def barrier(ranks: Ranks, failed: bool, phase: str) -> None:
