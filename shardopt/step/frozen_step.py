@@ -26,7 +26,6 @@ from ..tensors.gradient import GradientPart
 from .alike import AlikeParams, StepScalars
 from .launches import Launch, LaunchForm, StepPlan, forms_of
 from .param_update import ParamUpdate
-from .program import program_of
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from ..domain.listed import ListedParams
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
+    from .op import Program
 
 Numbers = Sequence[dict[str, Any]]  # the hyper-parameters of each group, as plain numbers
 
@@ -97,6 +97,11 @@ class _FrozenLaunch:
         return self._form.launch(self._of(updates) if self._updates is None else self._updates, scalars, seed)
 
 
+def without_gradients(updates: Sequence[ParamUpdate]) -> list[ParamUpdate]:
+    """Returns the updates as a plan may keep them: parts of reduced gradients stay, other gradients are let go."""
+    return [each if each.gradient_slice is not None else ParamUpdate(*each[:3]) for each in updates]
+
+
 class FrozenStep:
     """The plan of one domain's steps, but for what each step evaluates.
 
@@ -111,10 +116,12 @@ class FrozenStep:
         numbers: Numbers,
         updates: Sequence[ParamUpdate],
         states: dict[Shard, dict[str, None]],
+        program: Program,
     ):
         """
         Args:
             updates: of the step that is planned, with their gradients, which are not kept.
+            program: of the updates, made of what :func:`without_gradients` returns.
         """
         self._domain, self._listed, self._numbers, self._states = domain, listed, numbers, states
         self._revision = domain.epoch.revision
@@ -147,10 +154,10 @@ class FrozenStep:
             for number, each in zip(numbers_of_listed, updates, strict=True)
         )
         # -- updates: their columns
-        kept = [each if each.gradient_slice is not None else ParamUpdate(*each[:3]) for each in updates]
+        kept = without_gradients(updates)
         self._columns: list[list[Any]] = [[each[n] for each in kept] for n in range(len(ParamUpdate._fields))]
         self._sums = kept if len(self._slices) == len(kept) else None  # the updates of every step
-        self.program = program_of(domain, numbers, kept)
+        self.program = program
         by_shard: dict[Shard, dict[int, ParamUpdate]] = {shard: {} for shard in domain.shards}
         for each in updates:
             by_shard[each.entry.shard][each.entry.index] = each

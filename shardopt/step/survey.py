@@ -25,10 +25,11 @@ from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import norms_of
 from ..tensors.pipelining import hint
-from .frozen_step import FrozenStep
+from .frozen_step import FrozenStep, without_gradients
 from .launches import GradientStats, JoinedLaunch, Launch, StepPlan, joined
 from .op import Program
 from .param_update import ParamUpdate
+from .program import program_of
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class StepPlanner:
         domain = self._domain
         histories = [entry.history for entry in domain.entries.values()]
         updates, states = list(_with_gradients(domain, listed)), states_of_shards(domain, listed, numbers)
-        anew = FrozenStep(domain, listed, numbers, updates, states).plan(numbers, updates)
+        anew = _frozen_step(domain, listed, numbers, updates, states).plan(numbers, updates)
         for entry, history in zip(domain.entries.values(), histories, strict=True):
             entry.history = history
         assert not written_params(domain) and anew.states == plan.states and anew.facts == plan.facts
@@ -109,7 +110,7 @@ class StepPlanner:
         listed = domain.listed(groups)
         _check_rules(domain, listed, numbers)
         updates = list(_with_gradients(domain, listed))
-        self._frozen = FrozenStep(domain, listed, numbers, updates, states_of_shards(domain, listed, numbers))
+        self._frozen = _frozen_step(domain, listed, numbers, updates, states_of_shards(domain, listed, numbers))
         plan = replace(self._frozen.plan(numbers, updates), written=written_params(domain))
         return self._measured(plan, scale, overflow, is_part)
 
@@ -122,6 +123,17 @@ class StepPlanner:
         """Notes that the step that was planned last was taken."""
         assert self._frozen is not None
         self._frozen.was_taken()
+
+
+def _frozen_step(
+    domain: Domain,
+    listed: ListedParams,
+    numbers: Sequence[dict[str, Any]],
+    updates: Sequence[ParamUpdate],
+    states: dict[Shard, dict[str, None]],
+) -> FrozenStep:
+    program = program_of(domain, numbers, without_gradients(updates))
+    return FrozenStep(domain, listed, numbers, updates, states, program)
 
 
 def _told(update: ParamUpdate) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ METHODS = {
     "monitor": {"path": {"text"}, "every": FROM_0 | {"inf"}},
     "no_sync": {},
     "offload": {"to": NOTHING},
+    "program": {},
     "reduce_gradients": {},
     "refresh_masters": {},
     "reload": {},

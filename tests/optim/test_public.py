@@ -98,6 +98,7 @@ def test_methods_are_added_on_purpose() -> None:
         "no_sync",
         "offload",
         "options",
+        "program",
         "reduce_gradients",
         "refresh_masters",
         "reload",

@@ -135,10 +135,10 @@ def test_the_state_view_loses_no_write() -> None:
     ):
         with pytest.raises(StateError, match="load_state_dict"):
             write()
-    with pytest.raises(StateError):
-        optimizer.state[params[0]]["exp_avg"] = torch.zeros(699)
-    with pytest.raises(KeyError):
-        optimizer.state[torch.nn.Parameter(torch.zeros(700))] = {}
+    # Surgery assigns another shape before it forgets the state, and a state before its param is in a group.
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros(699)
+    with pytest.raises(StateError, match="exp_avg of shape"):
+        optimizer.step()
     optimizer.state = {}
     assert len(optimizer.state) == 0 and optimizer.state_dict()["state"] == {}
     fresh = make_params(2)
