@@ -170,11 +170,15 @@ class ModuleTakeover:
         self.averaged.named, self._frozen = trainable, [each for each in left.values() if not each.requires_grad]
 
     def _check_not_replaced(self, name: str, param: nn.Parameter) -> None:
-        """Raises BindingError if a param of the module stands where a bound one was."""
+        """Raises BindingError if a param of the module stands where a bound one was, and none of these is left.
+
+        Where some are left, a script has exchanged a layer: it adds the new one to a group.
+        """
         present = set(self.module.parameters())
         for domain in () if self._domain is None else (self._domain, *self._experts):
-            gone = (entry for entry in domain.entries.values() if entry.outer not in present)
-            if any(entry.shape == tuple(param.shape) for entry in gone):
+            entries = domain.entries.values()
+            is_left = any(entry.outer in present for entry in entries)
+            if not is_left and any(entry.shape == tuple(param.shape) for entry in entries):
                 raise BindingError(
                     "load without assign=True (module.load_state_dict(state_dict)), or write to the param (param.copy_("
                     f"tensor) under no_grad()): {name} is a new Parameter in place of one that the optimizer trains, "
