@@ -43,7 +43,7 @@ Closure = Callable[[], Any]
 
 
 def _untraced(method: Method) -> Method:
-    """Keeps a method out of graphs: a train step that is compiled as a whole breaks there, and goes on behind it."""
+    """Excludes a method from compiled graphs: a train step that is compiled as a whole breaks its graph there."""
     found: Any = _disable_dynamo(method)
     # What torch.compiler.disable(reason=...) sets: Dynamo says it where graphs may not break, before anything has run.
     found._torchdynamo_disable = True

@@ -91,7 +91,7 @@ def as_views(function: Any, found: Any) -> Any:
 
 
 def makes_views(function: Any) -> bool:
-    """True if a function's result shares its argument's memory. One does so without a word of it in its schema."""
+    """True if a function's result shares memory with its argument; the schema of ``_unsafe_view`` does not say so."""
     return function.is_view or function is torch.ops.aten._unsafe_view.default
 
 

@@ -135,11 +135,20 @@ def test_the_state_view_loses_no_write() -> None:
     ):
         with pytest.raises(StateError, match="load_state_dict"):
             write()
-    # Surgery assigns another shape before it forgets the state, and a state before its param is in a group.
+    # Surgery assigns another shape before it forgets the state: what the record cannot hold is raised, not dropped.
     optimizer.state[params[0]]["exp_avg"] = torch.zeros(699)
-    with pytest.raises(StateError, match="exp_avg of shape"):
-        optimizer.step()
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(StateError, match="exp_avg of shape"):
+            call()
+    # It also assigns a state before its param is in a group: the state is kept as given, and is no optimizer's state.
+    stranger = torch.nn.Parameter(torch.zeros(700))
+    with pytest.raises(KeyError):
+        optimizer.state[stranger]
+    optimizer.state[stranger] = {"step": torch.tensor(1.0)}
+    assert optimizer.state[stranger] == {"step": torch.tensor(1.0)} and stranger not in optimizer.state
     optimizer.state = {}
+    with pytest.raises(KeyError):
+        optimizer.state[stranger]
     assert len(optimizer.state) == 0 and optimizer.state_dict()["state"] == {}
     fresh = make_params(2)
     with torch.no_grad():
