@@ -213,8 +213,17 @@ def holding(what: str) -> Callable[[_Method], _Method]:
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def held(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            with self.turn.hold(what):
+            turn: Turn = self.turn
+            if not turn._lock.acquire(blocking=False):
+                with turn.hold(what):
+                    return method(self, *arguments, **keywords)
+            # What `hold` does, in place: a context that is made anew would double the calls of a hook.
+            before, turn._frame, turn.call = (turn.call, turn._frame), sys._getframe(), what
+            try:
                 return method(self, *arguments, **keywords)
+            finally:
+                turn.call, turn._frame = before
+                turn._lock.release()
 
         return cast(_Method, held)
 

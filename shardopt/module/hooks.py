@@ -2,9 +2,11 @@
 
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
-from torch._compile import _disable_dynamo
+# Part of torch itself: torch.compiler.disable() would import all of Dynamo.
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 
 def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: Any = None) -> Callable[..., Any]:
@@ -24,6 +26,17 @@ def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: 
     return call
 
 
+def _uncompiled(hook: FunctionType) -> FunctionType:
+    """Keeps a hook, and all that it calls, out of compiled code, as ``torch.compiler.disable`` does.
+
+    That would wrap the hook in a function that says so anew in each call, at ten times the price of the hook's own.
+    """
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # a graph breaks there
+    hook._torchdynamo_disable_msg = "it communicates with other ranks"  # type: ignore[attr-defined]
+    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return hook
+
+
 class ModuleHook:
     """A method as the hook of a module. The hook holds the method's object weakly, and does nothing once that object is
     gone, or in a copied or unpickled module.
@@ -34,7 +47,7 @@ class ModuleHook:
     def __init__(self, method: Callable[..., Any]):
         self._method = weakref.WeakMethod(method)
 
-    @_disable_dynamo
+    @_uncompiled
     def __call__(self, *arguments: Any) -> Any:
         method = self._method()
         return None if method is None else method(*arguments)

@@ -27,7 +27,9 @@ class Place:
     @staticmethod
     def of_hook() -> Place | None:
         """Returns the place of the call whose hook runs; None if torch calls the hook from elsewhere."""
-        frame = next((each for each in _frames_from(sys._getframe()) if each.f_code.co_filename == MODULE_FILE), None)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != MODULE_FILE:
+            frame = frame.f_back
         return None if frame is None else Place(threading.get_ident(), frame)
 
     @property

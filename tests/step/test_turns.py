@@ -242,9 +242,12 @@ def test_calls_of_the_scripts_own_code(tmp_path: Path) -> None:
         opt.close()
 
 
+HELD = "holding.<locals>.decorate.<locals>.held"
+
+
 def test_an_interrupt_gives_the_turn_back() -> None:
     """Ctrl-C at any call of the turn's own functions: what the script then calls is not refused."""
-    for name in ("_Taken.__enter__", "_Taken.__exit__", "Turn.check", "Turn.lend", "_Held.__enter__", "_Held.__exit__"):
+    for name in ("_Taken.__enter__", "_Taken.__exit__", "Turn.check", "Turn.lend", HELD):
         for event in ("call", "return"):
             model, opt = made(2)
             take_step(model, opt, 0)
