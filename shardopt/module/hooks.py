@@ -2,8 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 # Part of torch itself: torch.compiler.disable() would import all of Dynamo.
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -26,15 +25,19 @@ def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: 
     return call
 
 
-def _uncompiled(hook: FunctionType) -> FunctionType:
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def _uncompiled(method: _Hook) -> _Hook:
     """Keeps a hook, and all that it calls, out of compiled code, as ``torch.compiler.disable`` does.
 
     That would wrap the hook in a function that says so anew in each call, at ten times the price of the hook's own.
     """
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # a graph breaks there
-    hook._torchdynamo_disable_msg = "it communicates with other ranks"  # type: ignore[attr-defined]
+    hook: Any = method
+    hook._torchdynamo_disable = True  # a graph breaks there
+    hook._torchdynamo_disable_msg = "it communicates with other ranks"
     set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    return hook
+    return method
 
 
 class ModuleHook:
