@@ -30,6 +30,7 @@ from .errors import BindingError, DisagreementError, ShardoptError
 from .module.backward import Backward
 from .module.hooks import call_while_alive
 from .module.materialize import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
+from .module.running import in_backward
 from .partition.comm.group import Ranks
 from .partition.comm.together import Relay
 from .partition.mesh import Mesh, everyone_of
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from .module.takeover import ModuleTakeover
     from .rules import Rule
     from .step.step import Call
+
+
+_EQUAL_VALUES = "values (call optimizer.bind() before the first forward, and they become those of rank 0): param"
 
 
 class Bindings:
@@ -241,7 +245,8 @@ class Bindings:
         init_fn: Callable[[torch.nn.Module], object] | None = None,
     ) -> None:
         """Collective: does ``bind`` within a call or a hook that has the turn."""
-        self.turn.trainer = threading.get_ident()
+        if not in_backward():  # on a GPU a thread of autograd's own
+            self.turn.trainer = threading.get_ident()
         self.check_open()
         if self.takeover is None:
             raise ShardoptError(
@@ -358,7 +363,8 @@ class Bindings:
             else:
                 check_unused(init)
             others = {"params of other optimizers": list(takeover.averaged.named)}
-            view |= {"module": takeover.describe(), **others, **init.describe()}
+            values = {_EQUAL_VALUES: takeover.describe_values()}
+            view |= {"module": takeover.describe(), **values, **others, **init.describe()}
         return numbers
 
     def _check_one_domain(self) -> None:

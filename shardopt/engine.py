@@ -134,6 +134,7 @@ class Engine(Bindings):
             # refused_before_training.
             takeover.close()
             raise
+        takeover.first_calls.watch(self.params)
         self.takeover = takeover
         self._at_the_end(ModuleTakeover.dropped, takeover)
 

@@ -87,8 +87,10 @@ class Backward(RoundGradients):
 
     Attributes:
         is_syncing: True if the backward that runs is a round. Each graph says so when its backward begins
-            (:meth:`begin_graph`): the forwards of several micro-batches may come before the backward of the first. In a
-            backward that comes through no output of a forward, what the last forward set.
+            (:meth:`begin_graph`): the forwards of several micro-batches may come before the backward of the first. A
+            backward that comes through no output of a forward is one if the last forward said so; if that had a
+            backward since, or if there was none, as :attr:`syncs_now` says.
+        syncs_now: returns False while ``no_sync()`` is open.
         on_end: is called when a round ends (True) or is lost (False).
         on_reduced: is called on all ranks together when all gradients of a round are reduced.
         is_in_forward: True from the beginning of a forward that a backward can follow to its end; one that raises has
@@ -106,6 +108,9 @@ class Backward(RoundGradients):
         self._lead: weakref.ref[Backward] | None = None  # weak: a cycle would outlive the optimizer
         self._hooks: list[Any] = []
         self.is_syncing = self.is_in_forward = False
+        self.syncs_now: Callable[[], bool] = lambda: True
+        self._is_said = False  # by a forward, of a backward that has not begun
+        self._task = -1  # of autograd: the last one of which it is known whether it is a round
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self.on_end: Callable[[bool], None] = lambda _: None
         self.on_reduced: Callable[[], None] = lambda: None
@@ -355,6 +360,18 @@ class Backward(RoundGradients):
         self._reducer.set_closure(self.closure.number if self.closure.is_on else 0)
         self._begin_round()
 
+    def forward_begins(self, syncs: bool) -> None:
+        """A forward begins that a backward can follow, which is a round or not."""
+        self.is_in_forward = self._is_said = True
+        self.is_syncing = syncs
+
+    def decide(self) -> None:
+        """Decides whether the backward that runs is a round, if it has come through no output of a forward."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task and not self.is_open:
+            self.is_syncing = self.is_syncing if self._is_said else self.syncs_now()
+            self._task, self._is_said = task, False
+
     def begin_graph(self, syncs: bool, stage: int = 0) -> None:
         """The backward of a forward begins: the gradient of an output has arrived.
 
@@ -362,6 +379,7 @@ class Backward(RoundGradients):
             syncs: this backward is a round. One through several forwards is a round if that of one of them is.
             stage: the number of the called module that ran.
         """
+        self._task, self._is_said = torch._C._current_graph_task_id(), False
         if syncs or not self.is_open:
             self.is_syncing = syncs
         if not self.is_open:
@@ -442,6 +460,7 @@ class Backward(RoundGradients):
         try:
             if entry.outer is not entry.param:  # a DTensor, whose local gradient is placed as the param
                 entry.place_gradient()
+            lead.decide()
             if not lead.is_syncing:
                 _note_unreduced(entry, is_early=False)
                 return

@@ -326,6 +326,15 @@ class Forward:
             return False
         return True
 
+    def keep_all(self) -> None:
+        """Collective over messages: gathers all units until the next step.
+
+        The module was bound after a method of it had begun: what that has read of whole params is saved for a backward.
+        """
+        for unit in list(self._gatherer.units.values()):
+            self._gatherer.use(unit)
+            self._gatherer.keep_shown(unit)
+
     def _is_in_a_method(self) -> bool:
         """True if a method of the model, or of a module in it, is running: of the user's, ``state_dict()`` is none."""
         modules = set(self._root.modules())

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..domain.agreement import agree_on
+from ..domain.agreement import agree_on, checksum
 from ..domain.called import CalledModule, called_modules
 from ..domain.dtensors import is_dtensor
 from ..domain.members import plain_tensors, tensors_of
@@ -27,11 +27,13 @@ from .backward import Backward
 from .buffers import SharedBuffers
 from .closure import ClosureState, RaiseNow
 from .ddp import active_wrapper, check_same_ranks, has_reducer, ignored_by_ddp, restore_reducer, retire_reducer
+from .first_calls import FirstCalls
 from .forward import Forward
 from .hooks import ModuleHook, call_while_alive
 from .materialize import give_devices, give_values
 from .nested import tensors_within
 from .overlap_hooks import OverlapHooks
+from .running import in_backward
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class ModuleTakeover:
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
         overlap_hooks: waits for params that the last step did not wait for, from :meth:`use_domain` on; below stage 3.
+        first_calls: notices a call of another method than forward, until the module is bound.
     """
 
     def __init__(
@@ -104,6 +107,9 @@ class ModuleTakeover:
             before, after = ModuleHook(self._pre_forward), ModuleHook(self._post_forward)
             self._hooks.append(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(each.register_forward_hook(after))
+        inner = [each for each in self.module.modules() if each not in self._called]
+        on_call = call_while_alive(ModuleTakeover._called_within, self)
+        self.first_calls = FirstCalls(inner, on_call, call_while_alive(ModuleTakeover._first_gradient, self))
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -237,6 +243,7 @@ class ModuleTakeover:
         """Says which domain the params are bound to; :meth:`attach` follows for each binding."""
         self._domain, self.backward = domain, backward
         backward.closure = self.closure
+        backward.syncs_now = call_while_alive(ModuleTakeover._syncs_now, self)
         backward.has_stages = len(self.called) > 1 and not domain.options.release_gradients
         backward.on_end = call_while_alive(ModuleTakeover._end_round, self)
         backward.on_reduced = call_while_alive(ModuleTakeover._average_others, self)
@@ -260,6 +267,7 @@ class ModuleTakeover:
         """Puts hooks on params that were just bound."""
         assert self.backward is not None
         self._tree = ModuleTree(self.module)
+        self.first_calls.end()
         for buffers in self._buffers.values():
             buffers.look_again()
         self._experts.get(domain, self.backward).attach(entries)
@@ -289,6 +297,16 @@ class ModuleTakeover:
         shown = ((name, tensor) for name, tensor in named if tensor not in apart and not is_sharded(tensor))
         return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in shown}
 
+    def describe_values(self) -> dict[str, int]:
+        """Returns what ranks must have in common if a backward binds: no rank may get other values in it."""
+        if not in_backward() or all(called.ddp for called in self.called):
+            return {}
+        own = tensors_of(self.module, self._domain.members) if self._domain is not None else ()
+        params = {tensor for tensor in own if isinstance(tensor, nn.Parameter) and not is_sharded(tensor)}
+        named = ((name, param) for name, param in self.module.named_parameters() if param in params)
+        shown = ((name, [each for each in plain_tensors(param) if each.element_size() > 1]) for name, param in named)
+        return {name: sum(checksum(each.detach().reshape(-1)) for each in inner) for name, inner in shown}
+
     def _of_each_rank(self) -> set[torch.Tensor]:
         """Returns the params and buffers that options leave to each rank, and no param group has."""
         grouped = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
@@ -302,7 +320,7 @@ class ModuleTakeover:
         Those of experts are broadcast by the first rank that holds them.
         """
         assert self._domain is not None
-        if not all(called.ddp for called in self.called):
+        if not in_backward() and not all(called.ddp for called in self.called):
             apart = self._of_each_rank()
             for domain in (self._domain, *self._experts):
                 # Another optimizer may have sharded some params at stage 3: their values agree already.
@@ -320,13 +338,16 @@ class ModuleTakeover:
         if self.overlap_hooks is not None:
             self.overlap_hooks.pre_forward()
         self._prepare(called)
+        self._check_filled()
+        if self.forward is not None:
+            self.forward.pre_forward(module, arguments, keywords)
+
+    def _check_filled(self) -> None:
         if self.fresh:
             raise BindingError(
                 "call optimizer.bind() again, on every rank: it failed before all params that were on the meta device "
                 "had values, and this forward would compute with zeros."
             )
-        if self.forward is not None:
-            self.forward.pre_forward(module, arguments, keywords)
 
     def _prepare(self, called: CalledModule) -> None:
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing, which runs the forward again
@@ -340,14 +361,46 @@ class ModuleTakeover:
         if self.backward is not None:
             if self.backward.is_open:
                 self.backward.abandon("a new forward began before its backward had ended")
-            self.backward.is_in_forward = True
-            self.backward.is_syncing = self._syncs(called)
+            self.backward.forward_begins(self._syncs(called))
             self._take_buffers(called)
+
+    def _called_within(
+        self, module: nn.Module, arguments: Any, keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Binds ahead of a module within the model, which a method or the script calls before any forward."""
+        was_fresh = bool(self.fresh) or any(each.is_meta for each in self.module.parameters())
+        self._bind_elsewhere()
+        self._check_filled()
+        if self.forward is None:
+            return None
+        if not was_fresh:
+            self.forward.keep_all()  # the method may have read params already, for a backward
+        return self.forward.pre_forward(module, arguments, keywords)
+
+    def _first_gradient(self, param: nn.Parameter) -> None:
+        """Binds in a backward, and takes the first gradient."""
+        self._bind_elsewhere()
+        if self.forward is not None:
+            self.forward.keep_all()
+        assert self._domain is not None and self.backward is not None
+        local = self._domain.locals.of(param)
+        for domain, backward in ((self._domain, self.backward), *self._experts.items()):
+            if local in domain.entries:
+                backward.reduce_gradient(domain.entries[local])
+
+    def _bind_elsewhere(self) -> None:
+        for each in self.called:
+            self._find_ddp(each)
+            self._retire_reducer(each)
+        self._before_forward()
 
     def expect_backward(self) -> None:
         """Decides whether the next backward reduces gradients, if it follows the forward of a submodule alone."""
         assert self.backward is not None
-        self.backward.is_syncing = all(map(self._syncs, self.called))
+        self.backward.is_syncing = self._syncs_now()
+
+    def _syncs_now(self) -> bool:
+        return all(map(self._syncs, self.called))
 
     def _syncs(self, called: CalledModule) -> bool:
         """True if the backward of a forward that runs now reduces gradients."""
@@ -501,6 +554,7 @@ class ModuleTakeover:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.first_calls.end()
         if self.backward is not None:
             self.backward.detach()
         if self.forward is not None:

@@ -222,8 +222,8 @@ def _unreduced(entry: ParamRecord, grad: torch.Tensor) -> ShardoptError:
         )
     if own.was_early:
         return ShardoptError(
-            f"call optimizer.bind() before a submodule's backward: the gradient of {entry.name} is this rank's own, "
-            "not the mean over ranks, as it was accumulated before the first forward of the whole module."
+            f"construct the optimizer before the backward, or call optimizer.bind(): the gradient of {entry.name} is "
+            "this rank's own, not the mean over ranks, as it was accumulated before the module was bound."
         )
     return ShardoptError(
         "leave no_sync() for the last backward, call optimizer.reduce_gradients(), or pass params without the module "

@@ -146,6 +146,7 @@ class UpdateInBackward(Backward):
             self._domain.mark_broken(why)
 
     def reduce_gradient(self, entry: ParamRecord) -> None:
+        self.lead.decide()
         if not self.is_syncing:
             raise ShardoptError(
                 "with release_gradients=True run the module's own forward (or call optimizer.bind() before), and call "

@@ -119,10 +119,10 @@ def said_of_gradients(stage: int) -> None:
         return raises_within(40, kind, *words)
 
     model = nn.Sequential(nn.Linear(6, 31), nn.Linear(31, 5))
-    opt = ShardedAdamW(model, stage=stage, tuning=Tuning(keep_below=20))
     x = torch.ones(2, 6) * (1 + dist.get_rank())
-    model[1](model[0](x)).sum().backward()
-    with in_few_words(ShardoptError, "call optimizer.bind() before"):
+    model(x).sum().backward()
+    opt = ShardedAdamW(model, stage=stage, tuning=Tuning(keep_below=20))
+    with in_few_words(ShardoptError, "construct the optimizer before the backward", "optimizer.bind()"):
         opt.step()
     opt.zero_grad()
     params = list(model.parameters())

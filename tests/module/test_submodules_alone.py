@@ -1,14 +1,14 @@
-"""A module that is trained through its submodules or other methods only: ``bind()`` takes it over."""
+"""A module that is trained through its submodules or other methods only: ``bind()`` or the first call takes it over."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt import ShardedSGD, ShardoptError
+from shardopt import ShardedSGD
 from tests.support.modules import RATES, W, data, small
 from tests.support.ranks import Pool
-from tests.support.training import close_to, raises
+from tests.support.training import close_to
 
 
 class Coder(nn.Module):
@@ -52,7 +52,8 @@ def trains_without_its_forward() -> None:
                 model = Coder()
                 whole = DistributedDataParallel(model, find_unused_parameters=True) if wrap else model
                 opt = ShardedSGD(whole, **RATES, stage=stage, tuning=small(), release_gradients=stage == 0)
-                opt.bind()
+                if stage % 2:
+                    opt.bind()
                 if evaluates:
                     with torch.no_grad():
                         model(data(9, 2, W))
@@ -65,15 +66,5 @@ def trains_without_its_forward() -> None:
                 opt.close()
 
 
-def not_bound() -> None:
-    """Without bind() a sharded step cannot take such gradients, and says which call is missing."""
-    model = Coder()
-    opt = ShardedSGD(model, **RATES, stage=2, tuning=small())
-    model.encode(data(0, 4, W)).sum().backward()
-    with raises(ShardoptError, "optimizer.bind()"):
-        opt.step()
-
-
 def test_submodules_alone(ranks: Pool) -> None:
     ranks.run(trains_without_its_forward, world=2)
-    ranks.run(not_bound, world=2)
