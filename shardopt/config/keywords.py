@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .formats import GradientFormat, StateFormat
+from .formats import GradientFormat, StateFormat, Traffic
 from .offload import Offload
 from .tuning import Tuning
 
@@ -51,8 +51,10 @@ class OptionKeywords(TypedDict, total=False):
     """Update each bucket in backward, as soon as it is reduced, and keep no gradient: stages 0 and 1 with the module,
     one backward a step.
     """
-    reduce_dtype: torch.dtype | None
-    """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype)."""
+    reduce_dtype: torch.dtype | Traffic | None
+    """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype). ``"int8"``: in blocks of 256,
+    decoded and summed in fp32 on every connection.
+    """
     offload: str | os.PathLike[str] | Offload | None
     """Where masters and states are kept between steps: ``"cpu"``, a directory (a path, not a bare name), or
     ``Offload(...)``.

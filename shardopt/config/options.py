@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments import flag, number, whole, word
 from ..option import Flag, check_fields, option
-from .formats import GradientFormat, Master, Stage, StateFormat
+from .formats import GradientFormat, Master, Stage, StateFormat, Traffic
 from .offload import Offload
 from .tuning import Tuning
 
@@ -77,9 +77,12 @@ def _decay(value: object, what: str) -> float:
 
 
 def _reduce_dtype(value: object, what: str) -> object:
+    if isinstance(value, str):
+        return word(value, what, get_args(Traffic), or_none=", a torch dtype, or None for the gradient's own")
     if not any(value is each for each in (torch.float32, torch.bfloat16, torch.float16)):
         raise ValueError(
-            f"{what} must be torch.float32, bfloat16 or float16, or None for the gradient's own, found {value!r}."
+            f"{what} must be torch.float32, bfloat16 or float16, a word of {get_args(Traffic)}, or None for the "
+            f"gradient's own, found {value!r}."
         )
     return value
 
@@ -140,7 +143,8 @@ class Options:
             step; what looks at all gradients before the update (clipping, a GradScaler, accumulation, skipping a step
             for an Inf or NaN in some of them) is refused by name. See docs/stages.md.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
-            the gradient's own.
+            the gradient's own. ``"int8"``: quantized in blocks of 256 elements, one byte and a 64th an element, and
+            summed in fp32 over NCCL too. They then travel by messages, also between ranks of one machine.
         offload: where masters and states are kept between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
             on the device.
         tuning: the rare options.
@@ -210,8 +214,11 @@ class Options:
         flag,
         flag=Flag("keep none, where that can be: at stage 0 and 1, not offloaded", "released gradients"),
     )
-    reduce_dtype: torch.dtype | None = option(
-        None, "in which gradients travel; they are summed in fp32 (by NCCL: in this dtype)", _reduce_dtype
+    reduce_dtype: torch.dtype | Traffic | None = option(
+        None,
+        'in which gradients travel; they are summed in fp32 (by NCCL: in this dtype). `"int8"`: in blocks of 256, '
+        "decoded and summed in fp32 on every connection ([quantized traffic](traffic.md))",
+        _reduce_dtype,
     )
     offload: str | os.PathLike[str] | Offload | None = option(
         None,

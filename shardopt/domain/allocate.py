@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..partition.bucket import Bucket
 from ..partition.gradient_buckets import DeviceSum, GradientBucket, PassingSum
-from .formats import NOTHING
+from .formats import NOTHING, TRAFFIC_FORMATS
 from .host_sum import HostSum
 from .param import ParamRecord
 from .param_state import ParamState
@@ -25,6 +26,7 @@ from .tiers import make_store
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
     from ..partition.comm.all_gather import Window
+    from ..partition.comm.reduce_scatter import Code
     from ..partition.layout import BucketLayout
     from ..partition.unit import ParamShard
     from .bucket_plan import PlannedBucket
@@ -135,5 +137,14 @@ def _sums(
     else:
         shard.gradient_sum = sink = HostSum(shard.numel, dtype, mesh, landing)
         undo.callback(landing.give_back, sink.total)
-    reduced = options.reduce_dtype or shard.bucket.dtype
-    return GradientBucket(planned.layout, reduced, shard.device, mesh, sink)
+    asked = options.reduce_dtype
+    reduced = shard.bucket.dtype if asked is None or isinstance(asked, str) else asked
+    make_code = partial(_code, dtype=reduced, asked=asked, device=shard.device) if isinstance(asked, str) else None
+    return GradientBucket(planned.layout, reduced, shard.device, mesh, sink, make_code if mesh.first.size > 1 else None)
+
+
+def _code(layout: BucketLayout, dtype: torch.dtype, asked: str, device: torch.device) -> Code:
+    # Loaded where it is asked for: a fresh process imports no more than it uses.
+    from .gradient_code import GradientCode
+
+    return GradientCode(layout, dtype, TRAFFIC_FORMATS[asked], device)

@@ -135,6 +135,12 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
             f"and params on {device}: "
             "states would come and go for one bucket after the other in mid-backward, which no test covers."
         )
+    if isinstance(options.reduce_dtype, str) and domain.mesh.is_hybrid:
+        raise BindingError(
+            f"omit reduce_dtype={options.reduce_dtype!r}, or give a process_group of one dimension: over a 2D mesh "
+            "(replicate, shard) sums of slices would still travel between the copies in fp32, where most of the time "
+            "is lost."
+        )
     with torch._C.DisableTorchFunctionSubclass():  # reads shapes and strides of resharded params, no values
         check_bindable(candidates, groups, device)
     check_gradient_format(options, candidates)

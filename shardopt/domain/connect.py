@@ -32,7 +32,8 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     """
     options, tuning, mesh = domain.options, domain.options.tuning, domain.mesh
     shards, replicas = (Transport.of(ranks, device, tuning.neighbours) for ranks in (mesh.shard, mesh.replicate))
-    reducer = None if options.module is None else Reducer(mesh, shards, replicas)
+    is_coded = isinstance(options.reduce_dtype, str)
+    reducer = None if options.module is None else Reducer(mesh, shards, replicas, is_coded)
     sharded = None
     if domain.shards_params:
         # Offloaded params lie in no memory that other ranks could read.

@@ -27,6 +27,7 @@ _STATES: Mapping[str, tuple[Format, Format]] = {
     "int8": (SIGNED8, UNSIGNED8),
 }
 _GRADIENTS = {"fp32": FP32, "bf16": BF16}
+TRAFFIC_FORMATS = {"int8": SIGNED8}  # of gradients on the wire
 _MASTERS = {"fp32": FP32, "split": SPLIT, "split24": SPLIT24, "none": None}
 
 

@@ -17,12 +17,13 @@ import torch
 
 from ..tensors.strides import in_storage_order
 from .comm.all_gather import Window
-from .comm.reduce_scatter import Blank, Reduction
+from .comm.reduce_scatter import Blank, CodedReduction, Reduction
 from .layout import BucketLayout
 from .memory import zeros
 from .streams import last_used
 
 if TYPE_CHECKING:
+    from .comm.reduce_scatter import Code
     from .mesh import Mesh
 
 Open = Callable[[torch.Tensor, int], Window]
@@ -164,11 +165,13 @@ class GradientBucket:
         device: torch.device,
         mesh: Mesh,
         sink: Sink,
+        make_code: Callable[[BucketLayout], Code] | None = None,
     ):
         """
         Args:
             layout: of the params.
-            dtype: of gradients in the buffer, and on the wire.
+            dtype: of gradients in the buffer, and on the wire unless they are encoded.
+            make_code: makes the form in which gradients travel, from the layout of the buffer's slices.
         """
         # Ranks that replicate all states reduce a sum that stays in slices, and spread it at the end of the round. They
         # reduce a sum that is used at once in full, as no rank could wait for the slices of others in mid-backward.
@@ -178,14 +181,29 @@ class GradientBucket:
         self.dtype, self.device, self.sink = dtype, device, sink
         self.offsets, self.buffer_numel = layout.offsets, layout.numel
         self._slice_numel = layout.shard_numel
+        self._code = None if make_code is None else make_code(layout)
 
     @property
     def num_params(self) -> int:
         return len(self.offsets) - 1
 
+    def reduction(self, buffer: torch.Tensor, add: bool, arrived: AbstractSet[int]) -> Reduction:
+        """Returns the reduction of a full buffer over the first direction of the mesh.
+
+        Args:
+            arrived: params of which this rank has a gradient in it.
+        """
+        plain = self.sink.reduction(buffer[: self.buffer_numel], add)
+        if self._code is None:
+            return plain
+        return CodedReduction(plain.buffer, plain.target, plain.add, self._code, arrived)
+
     @property
     def blank(self) -> Blank:
         """The size of the bucket's reduction over the first direction of the mesh."""
+        if self._code is not None:
+            numel, slices = self._code.message_bytes, self.buffer_numel // max(self._slice_numel, 1)
+            return Blank(numel * slices, numel, torch.uint8, self.device)
         return Blank(self.buffer_numel, self._slice_numel, self.dtype, self.device)
 
     def is_filled_by(self, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> bool:

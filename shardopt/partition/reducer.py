@@ -86,14 +86,16 @@ class Reducer:
         is_reduced: True once every rank has what its sums need from this rank, so that all go on to what follows.
     """
 
-    def __init__(self, mesh: Mesh, shards: Transport, replicas: Transport):
+    def __init__(self, mesh: Mesh, shards: Transport, replicas: Transport, is_coded: bool = False):
         """Collective.
 
         Args:
             shards, replicas: the transports of the two directions of the mesh.
+            is_coded: True if gradients are encoded on the wire.
         """
         self._mesh, self._replicas = mesh, replicas
-        self._reduce_scatter: ReduceScatter = (shards if mesh.shard.size > 1 else replicas).reduce_scatter()
+        first = shards if mesh.shard.size > 1 else replicas
+        self._reduce_scatter: ReduceScatter = first.reduce_scatter(is_coded)
         self._across: ReduceScatter | None = replicas.reduce_scatter() if mesh.is_hybrid else None
         self._mechanisms = [each for each in (self._reduce_scatter, self._across) if each is not None]
         self.buckets: list[GradientBucket] = []
@@ -276,10 +278,10 @@ class Reducer:
         # Padding is never read, so it may hold anything.
         return ReductionBuffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
 
-    def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool) -> None:
+    def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool, arrived: AbstractSet[int]) -> None:
         """Starts a reduction. The current stream has joined the buffer."""
         bucket = self.buckets[number]
-        reduction = bucket.sink.reduction(buffer.memory[: bucket.buffer_numel], add)
+        reduction = bucket.reduction(buffer.memory, add, arrived)
         self._reducing[reduction] = buffer, number
         with label("reduce bucket", number):
             self._reduce_scatter.start(reduction)
@@ -341,7 +343,7 @@ class Reducer:
             buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
         for index in everything - filling.held if filling.held else ():
             bucket.zero(index)
-        self._start_reduction(number, buffer, add=bool(filling.held))
+        self._start_reduction(number, buffer, bool(filling.held), filling.arrived)
         filling.buffer, filling.started = None, True
         self._started += 1
         self._prefetch_next()
@@ -411,8 +413,8 @@ class Reducer:
             buffer.join()
             buffer.memory.zero_()
             buffer.fill(bucket, filling.late, filling.strides, self._reduce_scatter.share(bucket.dtype))
-            filling.late = {}
-            self._start_reduction(number, buffer, add)
+            late, filling.late = filling.late.keys(), {}
+            self._start_reduction(number, buffer, add, late)
         self._recycle(self._reduce_scatter.finish())
         self._sum_across(numbers, adds)
         self._wait_for_copies()

@@ -15,11 +15,12 @@ from torch import nn
 from ..arguments import whole
 from ..config import Options
 from ..domain.bucket_plan import NO_MATRICES
+from ..domain.formats import TRAFFIC_FORMATS
 from ..optim.like import recipe
 from ..optim.optimizer import ShardedOptimizer
 from .cut import Cut
 from .need import Need
-from .plan_bytes import bytes_of, formula
+from .plan_bytes import bytes_of, formula, itemsize_of
 from .plan_layout import ModelLayout
 from .plan_traffic import moved_of, wire_of
 from .ways import Way
@@ -127,9 +128,11 @@ class Planner:
         return [self._need(way, stage) for stage in range(len(self._layout.stages))]
 
     def _need(self, way: Way, stage: int) -> Need:
-        laid, reduced = self._layout.stage(way, stage), self._options.reduce_dtype or way.dtype
+        laid, asked = self._layout.stage(way, stage), self._options.reduce_dtype
+        reduced = way.dtype if asked is None or isinstance(asked, str) else asked  # in buffers
+        sent = itemsize_of(TRAFFIC_FORMATS[asked]) if isinstance(asked, str) else reduced.itemsize
         kinds = bytes_of(laid, way, reduced, self._options.tuning)
-        wire = wire_of(laid, way, reduced, self._cut)
+        wire = wire_of(laid, way, sent, self._cut)
         numel = sum(domain.numel for domain in laid.domains.values())
         matrices = sum((domain.matrices for domain in laid.domains.values() if way.stage), NO_MATRICES)
         return Need(way, kinds, formula(way, laid), moved_of(kinds, way, wire), wire, numel, self._cut, matrices)

@@ -39,9 +39,9 @@ def bytes_of(laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning) 
         for bucket, count in buckets:
             shard = bucket.layout.shard_numel
             held = shard if bucket.shards_params else bucket.layout.numel
-            states = sum(int(shard * _itemsize(bucket.formats.states[each])) for each in bucket.states)
+            states = sum(int(shard * itemsize_of(bucket.formats.states[each])) for each in bucket.states)
             add("param", "device", count * held * way.dtype.itemsize)
-            add("master", way.tier, count * int(shard * _itemsize(bucket.formats.master)))
+            add("master", way.tier, count * int(shard * itemsize_of(bucket.formats.master)))
             add("state", way.tier, count * states)
             # The row of each block: of a shard, and of shards that one launch takes.
             add("buffer", "device", count * shard // BLOCK * 4 * (1 if is_lone else 2))
@@ -71,9 +71,9 @@ def formula(way: Way, laid: StageLayout) -> str:
     # Tier, bytes a param, whether they are sharded.
     sizes: list[tuple[str, float, bool]] = [("device", way.dtype.itemsize, stage.shards_params)]
     sizes += [(_tier_of_sums(way), *gradient)]
-    sizes += [(way.tier, _itemsize(kept.master), stage.shards_states)]
+    sizes += [(way.tier, itemsize_of(kept.master), stage.shards_states)]
     sizes += [
-        (way.tier, laid.shares[name] * _itemsize(format), stage.shards_states) for name, format in kept.states.items()
+        (way.tier, laid.shares[name] * itemsize_of(format), stage.shards_states) for name, format in kept.states.items()
     ]
 
     def of(tier: str) -> str:
@@ -86,7 +86,7 @@ def formula(way: Way, laid: StageLayout) -> str:
     return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
 
 
-def _itemsize(format: Format | None) -> float:
+def itemsize_of(format: Format | None) -> float:
     """Returns the bytes of an element, with its share of a block's scale."""
     if format is None:
         return 0

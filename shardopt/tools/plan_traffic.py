@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from ..partition.zero_stage import ZeroStage
 
 if TYPE_CHECKING:
-    import torch
-
     from .cut import Cut
     from .plan_layout import DomainLayout, StageLayout
     from .ways import Way
@@ -17,8 +15,12 @@ if TYPE_CHECKING:
 _BF16 = 2
 
 
-def wire_of(laid: StageLayout, way: Way, reduced: torch.dtype, cut: Cut) -> dict[str, int]:
-    """Returns the bytes that one rank receives, by the ranks among which they move ("data", "experts")."""
+def wire_of(laid: StageLayout, way: Way, reduced: float, cut: Cut) -> dict[str, int]:
+    """Returns the bytes that one rank receives, by the ranks among which they move ("data", "experts").
+
+    Args:
+        reduced: bytes of one element of a gradient that travels.
+    """
     return {
         name: _received(domain, way, laid.kept.gradient.itemsize, reduced, cut) + _in_slices(domain, way)
         for name, domain in laid.domains.items()
@@ -36,7 +38,7 @@ def moved_of(kinds: Mapping[str, Mapping[str, int]], way: Way, wire: Mapping[str
     }
 
 
-def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: torch.dtype, cut: Cut) -> int:
+def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: float, cut: Cut) -> int:
     """Returns the bytes that one rank receives for gradients and params; an all-reduce moves 2 (ranks - 1) / ranks.
 
     Every micro-batch is reduced, unless all are reduced at once. At stage 3 every unit is gathered for the forward and
@@ -48,18 +50,18 @@ def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: torch.dty
     rounds = 1 if cut.at_once and way.stage < 2 else cut.micro_batches
     size = way.dtype.itemsize
     if not way.has_module:
-        gradients, params = 2 * size, size if way.stage else 0  # the caller reduces, once
+        gradients, params = 2.0 * size, size if way.stage else 0  # the caller reduces, once
     elif way.stage == 0 and way.release_gradients:
-        gradients, params = reduced.itemsize * domain.ranks * rounds, 0  # each rank receives all that the others have
+        gradients, params = reduced * domain.ranks * rounds, 0  # each rank receives all that the others have
     elif way.stage == 0:
-        gradients, params = (reduced.itemsize + sum_bytes) * rounds, 0  # sums come back as they are kept
+        gradients, params = (reduced + sum_bytes) * rounds, 0  # sums come back as they are kept
     else:
-        gradients, params = reduced.itemsize * rounds, size
+        gradients, params = reduced * rounds, size
     sharded = sum(
         sum(bucket.layout.numels) * count for bucket, count in domain.buckets if way.stage == 3 and bucket.shards_params
     )
     moved = domain.numel * gradients + (domain.numel - sharded) * params + domain.gathered * size
-    return moved * (domain.ranks - 1) // domain.ranks
+    return int(moved) * (domain.ranks - 1) // domain.ranks
 
 
 def _in_slices(domain: DomainLayout, way: Way) -> int:

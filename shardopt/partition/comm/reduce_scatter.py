@@ -12,7 +12,7 @@ The buffer of a reduction that was handed to ``start`` belongs to the mechanism,
 ``progress``, ``drain`` or ``finish`` returns the reduction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -48,6 +48,54 @@ class Reduction:
     def slice_of(self, rank: int) -> torch.Tensor:
         start = self.start_of(rank)
         return self.buffer[start : start + self.target.numel()]
+
+    def messages(self, size: int) -> list[torch.Tensor]:
+        """Returns what this rank sends to each of ``size`` ranks, all of one length: their slices as they are."""
+        return [self.slice_of(rank) for rank in range(size)]
+
+    def add_up(self, messages: Sequence[torch.Tensor]) -> None:
+        """Sums what every rank sent, by rank, into the target."""
+        for part in chunks(self.target.numel()):
+            sum_into(self.target[part], (each[part] for each in messages), self.add)
+
+
+class Code(Protocol):
+    """The form in which one bucket's gradients travel, where they do not travel as they are."""
+
+    @property
+    def message_bytes(self) -> int:
+        """The bytes that travel for one slice."""
+
+    def encode(self, buffer: torch.Tensor, params: Collection[int]) -> list[torch.Tensor]:
+        """Returns the message of each slice of the buffer, in order. Params that are not listed are sent as zeros."""
+
+    def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int, add: bool) -> None:
+        """``target (+)= message``, from element ``first`` of the slice on; the target is fp32."""
+
+
+@dataclass(frozen=True, eq=False)
+class CodedReduction(Reduction):
+    """A reduction whose slices are encoded before they travel, and decoded before they are summed.
+
+    A rank's own slice is encoded as well: ranks that each sum the whole bucket then have the same sums.
+    """
+
+    code: Code
+    params: Collection[int]  # of which this rank has a gradient
+
+    def messages(self, size: int) -> list[torch.Tensor]:
+        found = self.code.encode(self.buffer, self.params)
+        return found * size if self.is_whole else found
+
+    def add_up(self, messages: Sequence[torch.Tensor]) -> None:
+        is_direct = self.target.dtype is torch.float32 and not self.add
+        whole = [slice(0, self.target.numel())]
+        for part in chunks(self.target.numel()) if self.target.device.type == "cpu" else whole:
+            total = self.target[part] if is_direct else torch.empty_like(self.target[part], dtype=torch.float32)
+            for rank, each in enumerate(messages):
+                self.code.decode_into(total, each, part.start, add=rank > 0)
+            if not is_direct:
+                accumulate(self.target[part], total, self.add)
 
 
 class Blank(NamedTuple):

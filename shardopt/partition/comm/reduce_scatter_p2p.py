@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .reduce_scatter import PHASE, ReduceScatter, chunks, sum_into
+from .reduce_scatter import PHASE, ReduceScatter
 
 if TYPE_CHECKING:
     from .group import Pending, Ranks, Traffic
@@ -23,7 +23,7 @@ class P2PReduceScatter(ReduceScatter):
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._ranks, self._traffic, self._number = ranks, traffic, number
-        self._reductions: deque[tuple[Reduction, list[torch.Tensor], Pending]] = deque()
+        self._reductions: deque[tuple[Reduction, list[torch.Tensor], list[torch.Tensor], Pending]] = deque()
         self._abandoned: list[Any] = []
         self._round = self._attempt = self._position = 0
 
@@ -37,14 +37,12 @@ class P2PReduceScatter(ReduceScatter):
         self._round, self._position = round_number, 0
 
     def start(self, reduction: Reduction) -> None:
-        rank = self._ranks.rank
-        slices = [reduction.slice_of(each) for each in range(self._ranks.size)]
-        others = [each if owner == rank else torch.empty_like(each) for owner, each in enumerate(slices)]
-        pending = self._ranks.exchange_slices(slices, others, self._tag(), PHASE)
-        self._traffic.gradients += (self._ranks.size - 1) * reduction.target.numel() * reduction.buffer.element_size()
+        rank, own = self._ranks.rank, reduction.messages(self._ranks.size)
+        others = [each if owner == rank else torch.empty_like(each) for owner, each in enumerate(own)]
+        pending = self._ranks.exchange_slices(own, others, self._tag(), PHASE)
+        self._traffic.gradients += (self._ranks.size - 1) * own[rank].nbytes
         self._position += 1
-        others[rank] = slices[rank]
-        self._reductions.append((reduction, others, pending))
+        self._reductions.append((reduction, others, own, pending))
 
     def _tag(self) -> int:
         """Returns a tag of optimizer, round, attempt and bucket, so that no message matches another. Repeats after
@@ -60,8 +58,7 @@ class P2PReduceScatter(ReduceScatter):
         return self.drain(0, math.inf)
 
     def _finish_first(self) -> Reduction:
-        reduction, slices, pending = self._reductions.popleft()
+        reduction, messages, _, pending = self._reductions.popleft()
         self._ranks.wait(pending)
-        for part in chunks(reduction.target.numel()):
-            sum_into(reduction.target[part], (each[part] for each in slices), reduction.add)
+        reduction.add_up(messages)
         return reduction

@@ -33,6 +33,7 @@ from .group import Traffic
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
 from .reduce_scatter import NoReduceScatter
+from .reduce_scatter_coded import CodedReduceScatter
 from .reduce_scatter_collective import CollectiveReduceScatter
 from .reduce_scatter_p2p import P2PReduceScatter
 from .reduce_scatter_peer import PeerReduceScatter
@@ -168,10 +169,18 @@ class Transport:
             return all_to_all.by_collectives(self.ranks, phase)
         return all_to_all.by_messages(self.ranks, FIRST_TAG + self._opened, phase)
 
-    def reduce_scatter(self) -> ReduceScatter:
-        """Collective: returns the mechanism for rounds of reductions."""
+    def reduce_scatter(self, is_coded: bool = False) -> ReduceScatter:
+        """Collective: returns the mechanism for rounds of reductions.
+
+        Args:
+            is_coded: True for :class:`.reduce_scatter.CodedReduction`, which are messages on every connection.
+        """
         if self.ranks.size == 1:
             return NoReduceScatter()
+        if is_coded:
+            if self.ranks.has_collectives(self._device):
+                return CodedReduceScatter(self.ranks, self.traffic)
+            return P2PReduceScatter(self.ranks, self.traffic, self._number)
         if self._memory is not None:
             board = PeerBoard(self.ranks, self._memory, tuple(card[0] for card in self._cards))
             return PeerReduceScatter(self.ranks, board, self.traffic)
