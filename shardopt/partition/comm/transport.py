@@ -33,8 +33,7 @@ from .group import Traffic
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
 from .reduce_scatter import NoReduceScatter
-from .reduce_scatter_coded import CodedReduceScatter
-from .reduce_scatter_collective import CollectiveReduceScatter
+from .reduce_scatter_collective import CodedReduceScatter, CollectiveReduceScatter
 from .reduce_scatter_p2p import P2PReduceScatter
 from .reduce_scatter_peer import PeerReduceScatter
 from .together import riding_on, together
