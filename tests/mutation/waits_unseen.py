@@ -17,6 +17,13 @@ _REASONS = {
     "partition.comm.async_gather": {
         ("AsyncGather.finish", "self._ranks.wait(self._status_messages)"): "for messages: no stream carries them",
     },
+    "partition.comm.reduce_scatter_collective": {
+        (
+            "CodedReduceScatter._finish_first",
+            "self._ranks.wait_on_stream(pending)",
+        ): "no scenario quantizes gradients",
+        ("CodedReduceScatter._finish_first", "last_used(both)"): "no scenario quantizes gradients",
+    },
     "domain.overlapped_gather": {
         (
             "OverlappedGather._wait_for_read",
