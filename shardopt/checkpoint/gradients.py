@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..tensors.gradient import GradientPart
+from ..tensors.gradient_slice import settle
 from .records import GradientInfo
 
 if TYPE_CHECKING:
@@ -45,5 +46,7 @@ def restore(
         # Rounded: the format of the sum may be another one than in the checkpoint.
         gradient_slice.table.divide([gradient_slice.row], 1.0)
         gradient_slice.is_used = False
+        gradient_slice.edit_count += 1
+        settle([gradient_slice])
         entry.show_gradient(GradientPart(gradient_slice, entry.param))
         gradient_slice.pending = own

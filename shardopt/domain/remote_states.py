@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,6 +20,7 @@ import torch
 from ..errors import StateError
 from .ended_peers import groups_between
 from .peers import Peers
+from .remote_gradients import mean_at, names_gradient
 
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
@@ -65,7 +66,9 @@ class Fetch:
 class RemoteStates:
     """The states of a domain that lie on other ranks, and those of this rank as the others read them."""
 
-    _peers: Peers
+    peers: Peers
+    # What reads it, the moment, and the gradient that was read last.
+    last_gradient: tuple[object, tuple[int, int], torch.Tensor] | None = None
 
     def __init__(self, domain: Shown):
         self._domain = domain
@@ -80,7 +83,7 @@ class RemoteStates:
         peers = Peers.connect(mesh.shard, remote.slice_at, groups_between([mesh.shard, mesh.world]))
         if peers is None:
             return None
-        remote._peers = peers
+        remote.peers = peers
         return remote
 
     def end_step(self) -> None:
@@ -93,12 +96,12 @@ class RemoteStates:
 
     def retire(self) -> None:
         """Stops reading: the optimizer is gone. The other ranks can read until all of them retire."""
-        self._peers.retire()
+        self.peers.retire()
 
     def close(self) -> None:
         """Stops serving; see :meth:`shardopt.domain.peers.Peers.close`."""
         self._is_closed = True
-        self._peers.close()
+        self.peers.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class RemoteStates:
                 if rank == mesh.shard.rank:
                     target.copy_(shard.read_chunk(name, piece.shard_start, piece.shard_end))
                 else:
-                    self._peers.read(rank, moment, number, name, piece.shard_start, target)
+                    self.peers.read(rank, moment, number, name, piece.shard_start, target)
         if flat is None:  # no elements
             flat = torch.empty(0, dtype=param.dtype if name == "param" else torch.float32)
         return flat.as_strided(param.size(), shard.strides(index))
@@ -159,8 +162,19 @@ class RemoteStates:
     @contextmanager
     def slice_at(self, moment: Moment, number: int, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
         """A context of a thread of the server; see ``Readable`` there."""
+        if names_gradient(name):
+            with mean_at(self._domain, moment, number, name, start, stop, self._copying) as mean:
+                yield mean
+            return
         yield self._slice(moment, number, name, start, stop)
         self._check_at(moment, name)
+
+    def _copying(self) -> AbstractContextManager[object]:
+        """A context in which memory of the device is copied, on a stream apart."""
+        domain = self._domain
+        if domain.device.type == "cpu":
+            return nullcontext()
+        return torch.cuda.stream(_reading_stream(domain.device, domain.mesh.shard))
 
     def _slice(self, moment: Moment, number: int, name: str, start: int, stop: int) -> torch.Tensor:
         domain, shard = self._domain, None

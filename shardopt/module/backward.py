@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..domain.agreement import agree_on
+from ..domain.remote_gradients import GradientFetch
 from ..domain.turn import holding
 from ..errors import CommunicationError, ShardoptError
 from ..tensors.gradient_slice import GradientSlice
@@ -160,10 +161,9 @@ class Backward(RoundGradients):
         def gather(_: torch.Tensor) -> torch.Tensor:
             return shard.as_param(domain.gather_slices(shard, shard.gradient_sum.total, "gradients"), index).clone()
 
-        shared = domain.mesh.shard.size > 1
-        entry.gradient_slice = GradientSlice(
-            shard.gradient_sum.total[where.local], where.start, place, receive, gather if shared else None
-        )
+        others = (gather, GradientFetch(domain, shard, index)) if domain.mesh.shard.size > 1 else (None, None)
+        total = shard.gradient_sum.total[where.local]
+        entry.gradient_slice = GradientSlice(total, where.start, place, receive, *others)
 
     def detach(self) -> None:
         """Removes all hooks: gradients are autograd's own again."""

@@ -20,7 +20,7 @@ from ..kernels.reductions import norms_of_limbs
 from ..kernels.tables import Gradients, sent
 from ..partition.streams import last_used, on_stream
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import GradientSlice, set_norms
+from ..tensors.gradient_slice import GradientSlice, set_norms, settle
 from ..tensors.unsharded_guard import keep_pattern
 from .gradient_report import GradientFlags, Report, ReportLayout
 from .gradient_totals import GradientTotals
@@ -126,7 +126,9 @@ class RoundGradients:
                 absent[entry.shard.number].add(entry.index)
             if gradient_slice is None:
                 continue
-            gradient_slice.edits = []
+            gradient_slice.edits, gradient_slice.is_moving = [], True
+            if gradient_slice.was_read:
+                gradient_slice.keep_mean()
             if entry.outer.grad is None or not gradient_slice.shows_in(entry.grad):
                 gradient_slice.pending = gradient_slice.undivided = None
                 continue
@@ -308,18 +310,25 @@ class RoundGradients:
             number = arrivals.shard.number
             if self._reducer.reduces(number, self._stage) or number in self._late_buckets:
                 measured[self._numbers[arrivals.shard]] = True
+        rounds, slices = self._reducer.rounds, list[GradientSlice]()
         for number, is_held in zip(shown.tolist(), report.held[shown].tolist(), strict=True):
             entry = self.entries[number]
             gradient_slice = entry.gradient_slice
             if gradient_slice is None:
                 continue
             gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
+            # Every rank has come to this round: nobody reads an older gradient.
+            gradient_slice.round, gradient_slice.edit_count, gradient_slice.was_read = rounds, 0, False
+            if gradient_slice.kept:
+                gradient_slice.kept = {}
+            slices += (gradient_slice,)
             if is_held:
                 continue
             if entry.outer is entry.param and gradient_slice.has_part_alone:
                 entry.param.grad = gradient_slice.part
             else:
                 entry.show_gradient(GradientPart(gradient_slice, entry.param))
+        settle(slices)
         numbers = shown[measured[shown]]
         found = [self.entries[number].gradient_slice for number in numbers.tolist()]
         slices = [each for each in found if each is not None]

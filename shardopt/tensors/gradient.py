@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
-from .fetched_view import makes_views, writes_to
+from .fetched_view import as_views, makes_views, writes_to
 from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
 from .part import Mask, Part, refusal
 from .pipelining import is_called_by_pipeline
@@ -134,6 +135,15 @@ class GradientPart(Part):
         gradient_slice.show_mean()
         return gradient_slice.gather(gradient_slice.total).to(self.dtype)
 
+    def read_whole(self) -> Tensor:
+        """Returns the whole mean in host memory; this rank alone reads it from the others."""
+        gradient_slice = self.whole_slice()
+        if gradient_slice.gather is None:
+            return self.whole().cpu()
+        if gradient_slice.fetch is None:
+            raise refusal("read_whole()")
+        return self.shaped(gradient_slice.read_whole()).to(self.dtype)
+
     def whole(self) -> Tensor:
         """Returns the mean, if this rank holds all of it: the slice's own memory where device and dtype allow."""
         self.gradient_slice.show_mean()
@@ -163,10 +173,11 @@ class GradientPart(Part):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(
-            f"save what full_tensor() returns, which every rank must call: {self!r} holds this rank's slice only, and "
-            "a file of it would silently lack the rest."
-        )
+        """Saves the whole, as a plain tensor."""
+        gradient_slice = self.whole_slice()
+        if gradient_slice.gather is not None and gradient_slice.fetch is None:
+            raise refusal("torch.save")
+        return self.read_whole().clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, arguments: Any = (), keywords: Any = None) -> Any:
@@ -332,14 +343,14 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
     shared = [each for each in slices if each.gather is not None]
     norms = norms_of(shared)
     if norms is None:
-        for part in parts:
-            if part.gradient_slice.gather is not None:
-                _known(part)
+        nonfinite = [_known(part).nonfinite for part in parts if part.gradient_slice.gather is not None]
+    else:
+        nonfinite = norms[2].tolist()
     if plain:
         function(plain, found_inf, inverse)
     # A rank that holds the whole gradient looks, and sees what the user wrote.
     alone = [each.lend() for each in slices if each.gather is None]
-    is_spoilt = norms is None or bool(norms[2].any()) or any(each.is_spoilt_elsewhere for each in slices)
+    is_spoilt = any(nonfinite) or any(each.is_spoilt_elsewhere for each in slices)
     if is_spoilt or not all(each.isfinite().all() for each in alone):
         found_inf.fill_(1.0)
     if slices:
@@ -352,6 +363,8 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
 def _known(part: GradientPart) -> Norms:
     norms = part.whole_slice().norms
     if norms is None:
+        if part.gradient_slice.fetch is not None:
+            return part.gradient_slice.measure_anew()
         raise StateError(
             "read norms, unscale and look for Inf and NaN earlier, or call full_tensor() on every rank: the norms of "
             f"{part!r} are not known. After its last backward it was clamped, written to through .local or scaled out "
@@ -366,7 +379,7 @@ def _norm(
     gradient_slice, dtype = part.whole_slice(), dtype or torch.float32
     is_scalar = not keepdim and (not dim or len(set(dim)) == part.dim())
     if ord not in (2, math.inf) or not is_scalar or not dtype.is_floating_point or out:
-        if gradient_slice.gather is None:
+        if gradient_slice.gather is None or gradient_slice.fetch is not None:
             return NotImplemented
         raise StateError(
             "call full_tensor() on every rank and take the norm of that: only norms of order 2 and inf over all "
@@ -405,27 +418,35 @@ def _is_finite(function: Any, part: GradientPart) -> Any:
     if gradient_slice.gather is None:
         return part.shaped(gradient_slice.lend().isfinite().to(part.device))
     nonfinite = _known(part).nonfinite
-    return Mask(
-        gradient_slice.total.isfinite().to(part.device),
-        gradient_slice.start,
-        part,
-        nonfinite == 0,
-        nonfinite < part.whole_numel,
-    )
+    return _mask(torch.isfinite, part, nonfinite == 0, nonfinite < part.whole_numel)
 
 
 def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
     gradient_slice = part.whole_slice()
     if gradient_slice.gather is None:
         return part.shaped(function(gradient_slice.lend()).to(part.device))
+    if _known(part).nonfinite and gradient_slice.fetch is not None:
+        return NotImplemented
     if _known(part).nonfinite:
         raise StateError(
             "call torch.isfinite, or full_tensor() on every rank: the number of Inf and NaN together is known, but not "
             f"of each. {function} was called on {part!r}, which holds some."
         )
-    return Mask(
-        function(gradient_slice.total).to(part.device), gradient_slice.start, part, part.whole_numel == 0, False
-    )
+    return _mask(function, part, part.whole_numel == 0, False)
+
+
+def _mask(function: Any, part: GradientPart, every: bool, some: bool) -> Mask:
+    gradient_slice = part.gradient_slice
+    mask = Mask(function(gradient_slice.total).to(part.device), gradient_slice.start, part, every, some)
+    if gradient_slice.fetch is not None:
+        mask._fetch = partial(_mask_of_whole, function, part, every, some)
+    return mask
+
+
+def _mask_of_whole(function: Any, part: GradientPart, every: bool, some: bool) -> Tensor:
+    if every or not some:
+        return torch.full(part.size(), every)
+    return cast(Tensor, function(part.read_whole()))
 
 
 def _alias(function: Any, part: GradientPart) -> GradientPart:
@@ -445,7 +466,22 @@ def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **key
         return NotImplemented
     gradient_slice.show_mean()
     dtype = keywords.get("dtype") or part.dtype
-    return Part(function(gradient_slice.total.to(part.device), **keywords), gradient_slice.start, part, dtype=dtype)
+    fetch = None
+    if gradient_slice.fetch is not None:
+        gradient_slice.was_read = True  # so that the mean is kept if it changes before the copy is read
+        fetch = partial(_fetch_copy, gradient_slice.fetch, gradient_slice.moment, part.shaped, (part.dtype, dtype))
+    own = function(gradient_slice.total.to(part.device), **keywords)
+    return Part(own, gradient_slice.start, part, None, dtype, fetch)
+
+
+def _fetch_copy(
+    fetch: Callable[[tuple[int, int]], Tensor],
+    moment: tuple[int, int],
+    shaped: Callable[[Tensor], Tensor],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> Tensor:
+    """Reads the whole of a copy, rounded to the dtype of the part and then to that of the copy."""
+    return shaped(fetch(moment)).to(dtypes[0]).to(dtypes[1])
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------
@@ -458,9 +494,14 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     """
     if writes_to(GradientPart, function, arguments, keywords):
         raise _unwritable(function)
-    for part in tree_leaves((arguments, keywords)):
-        if isinstance(part, Part) and not (isinstance(part, GradientPart) and part.whole_slice().gather is None):
-            raise _refusal(function)
+    parts = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, Part)]
+    if str(function).startswith("c10d."):
+        raise _averaged(function)
+    if not all(_is_readable(part) for part in parts):
+        raise refusal(function)
+    if not all(isinstance(part, GradientPart) and part.gradient_slice.gather is None for part in parts):
+        arguments, keywords = tree_map_only(Part, lambda part: part.read_whole().to(part.device), (arguments, keywords))
+        return as_views(function, function(*arguments, **keywords))
 
     def unwrap(part: GradientPart) -> Tensor:
         return part.shaped(part.gradient_slice.alias()) if makes_views(function) else part.whole()
@@ -472,9 +513,15 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     return function(*arguments, **keywords)
 
 
-def _refusal(function: Any) -> StateError:
-    if not str(function).startswith("c10d."):
-        return refusal(function)
+def _is_readable(part: Part) -> bool:
+    """True if this rank can read the whole by itself."""
+    if not isinstance(part, GradientPart):
+        return part._fetch is not None
+    gradient_slice = part.whole_slice()
+    return gradient_slice.gather is None or gradient_slice.fetch is not None
+
+
+def _averaged(function: Any) -> StateError:
     return StateError(
         "remove the script's own averaging of gradients, or pass the params without the module (stage 0 or 1): "
         f"{function} was called on param.grad, which shardopt has averaged, and of which this rank holds a slice only."
@@ -492,7 +539,12 @@ def _unwritable(function: Any) -> StateError:
 def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any) -> Any:
     """Answers ``tolist()`` and ``numpy()``, which torch refuses for any subclass."""
     if part.whole_slice().gather is not None:
-        raise refusal(function)
+        if part.gradient_slice.fetch is None:
+            raise refusal(function)
+        found = function(part.read_whole(), *arguments, **keywords)
+        if isinstance(found, np.ndarray):
+            found.flags.writeable = False  # a write would be lost
+        return found
     return function(part.shaped(part.gradient_slice.alias()).to(part.dtype), *arguments, **keywords)
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .norm_table import Norms
+
 if TYPE_CHECKING:
-    from .norm_table import Array, Norms, NormTable
+    from .norm_table import Array, NormTable
 
 
 class GradientSlice:
@@ -35,6 +37,13 @@ class GradientSlice:
         unreduced: address of the gradient that autograd accumulated while nothing reduced it; 0: none.
         was_early: that was before the param was bound.
         is_spoilt_elsewhere: gradients of other ranks' experts hold an Inf or NaN.
+        fetch: reads the whole mean of a moment, this rank alone, in host memory and the slice's dtype. None where this
+            rank holds the whole, or cannot read.
+        round, edit_count: the moment: the round that made this gradient, and the changes in place since.
+        is_moving: the mean is not readable for other ranks: a round is open, or an edit under way.
+        was_read: this rank has read the whole of this moment, so that others may do so, later than this rank.
+        kept: by such a moment, the mean as it was then, and an event of a device after its copy; until the round after.
+        written: on a device, after the kernels of the last change.
     """
 
     def __init__(
@@ -44,8 +53,9 @@ class GradientSlice:
         place: tuple[NormTable, int],
         receive: Callable[[Tensor], None],
         gather: Callable[[Tensor], Tensor] | None = None,
+        fetch: Callable[[tuple[int, int]], Tensor] | None = None,
     ):
-        self.total, self.start, self.receive, self.gather = total, start, receive, gather
+        self.total, self.start, self.receive, self.gather, self.fetch = total, start, receive, gather, fetch
         self.table, self.row = place
         self.divisor = 1
         self.undivided: Tensor | None = None
@@ -56,6 +66,10 @@ class GradientSlice:
         self.pending: Tensor | None = None
         self.unreduced, self.was_early = 0, False
         self.is_spoilt_elsewhere = False
+        self.round, self.edit_count = 0, 0
+        self.is_moving = self.was_read = False
+        self.kept: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        self.written: torch.cuda.Event | None = None
         self._lent: Tensor | None = None
         self._lent_version = 0
         self._is_aliased = False
@@ -94,8 +108,10 @@ class GradientSlice:
         """Makes ``total`` the mean for a reader, and keeps the sum: rounds and steps have the same bits as without."""
         if self.divisor != 1:
             total, self._undivided_by = self.total.clone(), self.divisor
+            was_read, self.was_read = self.was_read, False  # the mean stays what it is
             self.divide()
-            self.undivided = total
+            self.undivided, self.was_read = total, was_read
+            settle([self])
 
     def summed(self) -> tuple[Tensor, int]:
         """Returns the sum and its divisor: the undivided sum after ``show_mean()``, else ``total``.
@@ -113,6 +129,41 @@ class GradientSlice:
         self.divide()
         self.total.copy_(mean)
         self.norms = None
+        self.edit_count += 1
+        settle([self])
+
+    # -- for other ranks -------------------------------------------------------------------------------------------
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """The round that made this gradient, and how often it was changed in place since."""
+        return self.round, self.edit_count
+
+    def read_whole(self) -> Tensor:
+        """Returns the whole mean, in host memory and the slice's dtype: this rank alone reads it from the others.
+
+        Raises:
+            StateError: another rank has changed or dropped this gradient meanwhile.
+            CommunicationError: another rank is gone.
+        """
+        assert self.fetch is not None
+        self.was_read = True  # first: whoever waits for this rank's answer waits for others, which may be ahead
+        return self.fetch(self.moment)
+
+    def measure_anew(self) -> Norms:
+        """Returns the norms of the mean, which the table does not know; this rank alone reads it from the others."""
+        whole = self.read_whole().double()
+        finite = whole[whole.isfinite()]
+        largest = float(finite.abs().max()) if finite.numel() else 0.0
+        # The table stays as it is: ranks compare theirs, and not all of them may have asked.
+        return Norms(float(finite.square().sum().sqrt()), largest, whole.numel() - finite.numel())
+
+    def keep_mean(self) -> None:
+        """Keeps the mean, which is about to change, for ranks that come to this moment later."""
+        mean = self.total.clone()
+        divide_(mean, self.divisor)
+        # A new table: a thread that serves may look at the old one.
+        self.kept, self.was_read = self.kept | {self.moment: (mean, _recorded(self))}, False
 
     def restore_sum(self, count: int) -> Tensor | None:
         """Makes ``total`` the sum of ``count`` ranks again, so that a round can add to it.
@@ -153,10 +204,29 @@ class GradientSlice:
 # -- many gradients at once --------------------------------------------------------------------------------------------
 
 
-def divide_all(slices: Sequence[GradientSlice]) -> None:
-    """Makes the totals of these slices their means."""
+def settle(slices: Sequence[GradientSlice]) -> None:
+    """Shows changes of these slices to other ranks, which wait for the kernels so far."""
+    event = _recorded(slices[0]) if slices else None
     for each in slices:
-        each.undivided = None
+        each.written, each.is_moving = event, False
+
+
+def _recorded(gradient_slice: GradientSlice) -> torch.cuda.Event | None:
+    """Returns an event after what the current stream does so far; None on a CPU, or if nobody else reads."""
+    device = gradient_slice.total.device
+    if device.type != "cuda" or gradient_slice.fetch is None:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def divide_all(slices: Sequence[GradientSlice]) -> None:
+    """Makes the totals of these slices their means; the caller settles them."""
+    for each in slices:
+        each.undivided, each.is_moving = None, True
+        if each.was_read:
+            each.keep_mean()
     for divisor in {each.divisor for each in slices} - {1}:
         some = [each for each in slices if each.divisor == divisor]
         for totals in _totals_by_dtype(some):
@@ -189,16 +259,20 @@ def divide(slices: Sequence[GradientSlice], divisor: float) -> None:
 
 def negate(slices: Sequence[GradientSlice]) -> None:
     """Negates the means, which changes no norm."""
+    _move(slices)
     torch._foreach_neg_([each.total for each in slices])
     undivided = [each.undivided for each in slices if each.undivided is not None]
     if undivided:
         torch._foreach_neg_(undivided)
     for each in slices:
         each.edits.append(["neg_"])
+        each.edit_count += 1
+    settle(slices)
 
 
 def zero(slices: Sequence[GradientSlice]) -> None:
     """Zeroes the gradients, and forgets what was not reduced yet."""
+    _move(slices)
     torch._foreach_zero_([each.total for each in slices])
     for each in slices:
         each.edits, each.pending, each.undivided = [], None, None
@@ -210,12 +284,12 @@ def clamp(slices: Sequence[GradientSlice], low: float | None = None, high: float
     """Clamps the means. Their norms are not known afterwards."""
     divide_all(slices)
     totals = [each.total for each in slices]
-    for name, function, bound in (
-        ("clamp_min_", torch._foreach_clamp_min_, low),
-        ("clamp_max_", torch._foreach_clamp_max_, high),
-    ):
+    if low is not None:
+        torch._foreach_clamp_min_(totals, low)
+    if high is not None:
+        torch._foreach_clamp_max_(totals, high)
+    for name, bound in (("clamp_min_", low), ("clamp_max_", high)):
         if bound is not None:
-            function(totals, bound)
             for table, rows in _edited(slices, [name, bound]):
                 table.forget(rows)
 
@@ -252,6 +326,8 @@ def _edited(
     """
     for each in slices:
         each.edits += (edit,)
+        each.edit_count += 1
+    settle(slices)
     for each in _written(slices):
         if follows:
             each.follow_writes()
@@ -259,6 +335,14 @@ def _edited(
             each.norms = None
     for table, (_, rows) in _by_table(slices).items():
         yield table, rows
+
+
+def _move(slices: Sequence[GradientSlice]) -> None:
+    """Keeps other ranks from reading what is about to change."""
+    for each in slices:
+        each.is_moving = True
+        if each.was_read:
+            each.keep_mean()
 
 
 def _written(slices: Sequence[GradientSlice]) -> list[GradientSlice]:

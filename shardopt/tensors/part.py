@@ -331,5 +331,11 @@ class Mask(Part):
             if function is torch.ops.aten.any.default:
                 return torch.scalar_tensor(mask.some, dtype=torch.bool, device=mask.device)
             if function in (torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default):
-                return Mask(~mask.local, mask.start, mask, not mask.some, not mask.every)
+                inverse = Mask(~mask.local, mask.start, mask, not mask.some, not mask.every)
+                inverse._fetch = None if mask._fetch is None else partial(_inverse_of, mask._fetch)
+                return inverse
         return super()._answer(function, arguments, keywords)
+
+
+def _inverse_of(fetch: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return ~fetch()

@@ -139,7 +139,7 @@ def closed_and_strange(most: tuple[int, ...] = ()) -> int:
     assert server._listener.family == "AF_UNIX"
     folder = os.stat(os.path.dirname(server.address))
     assert folder.st_uid == os.getuid() and folder.st_mode & 0o077 == 0
-    peers = opt.engine.domain.remote._peers
+    peers = opt.engine.domain.remote.peers
     for greeting in (b"not json", json.dumps({"token": "x", "challenge": "y"}).encode(), b"{" * 5000):
         with connection.Client(server.address) as stranger:
             stranger.send_bytes(greeting)

@@ -1,0 +1,208 @@
+"""What people read of ``param.grad`` between backward and step: each rank gets the numbers of the whole mean gradient.
+
+The table is executed at 1, 2 and 3 ranks, over shared memory and messages, at stages 1 to 3, and compared with the
+gradient that DDP leaves.
+"""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from shardopt import ShardedAdamW, ShardedOptimizer, StateError, Tuning
+from tests.support.comparing import raw
+from tests.support.ranks import Pool
+
+W = 24
+OTHER = torch.linspace(-1, 1, W * W).view(W, W)
+
+
+def through_a_file(grad: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(grad, file)
+    file.seek(0)
+    return torch.load(file)  # type: ignore[no-any-return]
+
+
+Question = Callable[[Any], Any]
+QUESTIONS: dict[str, Question] = {
+    "sum": lambda g: g.sum(),
+    "mean": lambda g: g.mean(),
+    "largest": lambda g: g.abs().max(),
+    "mean of magnitudes": lambda g: g.abs().mean(),
+    "min, max": lambda g: (g.min(), g.max()),
+    "aminmax": lambda g: tuple(g.aminmax()),
+    "std, var": lambda g: (g.std(), g.var()),
+    "isnan": lambda g: g.isnan().any(),
+    "isnan, counted": lambda g: g.isnan().sum(),
+    "isfinite": lambda g: g.isfinite().all(),
+    "isfinite, averaged": lambda g: torch.isfinite(g).float().mean(),
+    "isinf": lambda g: (~torch.isinf(g)).sum(),
+    "norms": lambda g: [g.norm(p) for p in (1, 3, 0.5, -math.inf, 0)],
+    "vector norms": lambda g: [torch.linalg.vector_norm(g, p) for p in (1, 3, -math.inf)],
+    "norms of rows": lambda g: (g.norm(dim=1), g.norm(2, dim=1, keepdim=True)),
+    "squares": lambda g: (g.pow(2).sum(), g.square().mean(), (g * g).sum()),
+    "histc": lambda g: g.histc(bins=16),
+    "quantile": lambda g: torch.quantile(g, 0.9),
+    "topk": lambda g: g.flatten().topk(5).values,
+    "zeros": lambda g: (g == 0).sum(),
+    "nonzero": lambda g: torch.count_nonzero(g),
+    "small": lambda g: (g.abs() < 1e-3).float().mean(),
+    "dot": lambda g: torch.dot(g.flatten(), g.view(-1)),
+    "cosine": lambda g: torch.nn.functional.cosine_similarity(g.flatten(), OTHER.flatten(), dim=0),
+    "singular values": lambda g: torch.linalg.svdvals(g)[:4].div(100).round(decimals=4),
+    "allclose": lambda g: torch.tensor([torch.allclose(g, g), torch.allclose(g, OTHER), torch.equal(g, g)]),
+    "numpy": lambda g: torch.from_numpy(g.numpy().copy()),
+    "tolist": lambda g: torch.tensor(g.tolist()),
+    "item": lambda g: torch.tensor(g[2, 3].item()),
+    "rows": lambda g: g[3:5],
+    "clone": lambda g: (g.clone().norm(1), g.clone().sum()),
+    "casts": lambda g: (g.double().norm(), g.float().sum(), g.bfloat16().float().sum()),
+    "views": lambda g: (g.view(-1).norm(), g.reshape(-1).sum(), g.t().contiguous()),
+    "cat": lambda g: torch.cat([g.flatten(), g.view(-1)]).norm(),
+    "stack": lambda g: torch.stack([g, g]).std(),
+    "detach": lambda g: (g.detach().mean(), g.data.mean(), g.cpu().mean()),
+    "file": through_a_file,
+    "norms of lists": lambda g: [torch._foreach_norm([g, g], p)[1] for p in (1, 3)],
+    "total norms": lambda g: [get_total_norm([g, g], p) for p in (1.0, 3.0, 0.5)],
+    "arithmetic": lambda g: (g * 2 + OTHER, OTHER - g / 3, g @ OTHER),
+    "where": lambda g: torch.where(g > 0, g, OTHER).sum(),
+    "chosen": lambda g: g[torch.isfinite(g)].sum(),
+}
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W), nn.LayerNorm(W))
+
+
+def backward(model: nn.Module, number: int) -> None:
+    x = torch.randn(4, W, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+    (model(x) - x).square().sum().backward()
+
+
+def by_hand(number: int) -> Tensor:
+    """The mean gradient of the first weight, as DDP averages it."""
+    model = model_of()
+    backward(model, number)
+    grad: Any = model[0].weight.grad
+    dist.all_reduce(grad)
+    return grad / dist.get_world_size()  # type: ignore[no-any-return]
+
+
+def started(stage: int, neighbours: bool) -> tuple[nn.Sequential, ShardedOptimizer]:
+    model = model_of()
+    tuning = Tuning(bucket_bytes=2000, keep_below=20, neighbours=neighbours)
+    opt = ShardedAdamW(model, lr=0.01, stage=stage, tuning=tuning)
+    backward(model, 0)
+    return model, opt
+
+
+def leaves(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else [each for some in found for each in leaves(some)]
+
+
+def asked(stage: int, neighbours: bool) -> dict[str, list[bytes]]:
+    model, opt = started(stage, neighbours)
+    grad: Any = model[0].weight.grad
+    mean = grad.full_tensor()
+    torch.testing.assert_close(mean, by_hand(0), rtol=1e-6, atol=1e-9)
+    found = {}
+    for name, question in QUESTIONS.items():
+        found[name] = [raw(each) for each in leaves(question(grad))]
+        expected = [raw(each) for each in leaves(question(mean))]
+        assert found[name] == expected, (name, question(grad), question(mean))
+    # After a change in place, also one that leaves no norm known.
+    clip_grad_norm_(model.parameters(), 0.1, norm_type=1)
+    grad.clamp_(-0.001, 0.001)
+    mean = grad.full_tensor()
+    assert grad.norm().item() == 0 or abs(grad.norm() / mean.norm() - 1) < 1e-6
+    assert grad.norm(math.inf) == mean.abs().max() and grad.isfinite().all() and not grad.isnan().any()
+    for name in ("sum", "std, var", "numpy", "norms"):
+        assert [raw(each) for each in leaves(QUESTIONS[name](grad))] == [
+            raw(each) for each in leaves(QUESTIONS[name](mean))
+        ]
+    opt.step()
+    assert raw(grad.sum()) == raw(mean.sum())  # a step changes no gradient
+    opt.close()
+    return found
+
+
+def test_questions(ranks: Pool) -> None:
+    for world, stage, neighbours in (
+        (1, 2, True), (2, 1, True), (2, 2, False), (2, 3, True), (3, 1, False), (3, 2, True), (3, 3, False)
+    ):  # fmt: skip
+        found = ranks.run(asked, stage, neighbours, world=world)
+        assert all(each == found[0] for each in found)
+
+
+def alone(stage: int) -> None:
+    """One rank alone asks; another one is ahead."""
+    model, opt = started(stage, False)
+    rank, grad = dist.get_rank(), model[0].weight.grad
+    assert isinstance(grad, Tensor)
+    expected = by_hand(0)
+    if rank == 0:  # no other rank makes a call for it
+        torch.testing.assert_close(grad.std(), expected.std())
+    dist.barrier()
+    copied: Any = grad.clone()
+    # A rank that has asked, too, keeps its slice as it changes it: who comes later gets what was there.
+    if rank == 1:
+        grad.sum()
+        clip_grad_norm_(model.parameters(), 1e-3)
+        grad.mul_(2)
+    dist.barrier()
+    if rank == 0:
+        torch.testing.assert_close(grad.sum(), expected.sum())
+        torch.testing.assert_close(copied.sum(), expected.sum())
+        clip_grad_norm_(model.parameters(), 1e-3)
+        grad.mul_(2)
+    dist.barrier()
+    # A rank that has not asked has changed it: the reader learns that at once, and may go on.
+    if rank == 1:
+        grad.mul_(0.5)
+    dist.barrier()
+    if rank == 0:
+        try:
+            grad.sum()
+        except StateError as error:
+            assert "full_tensor() on every rank" in str(error) and "changed" in str(error)
+        else:
+            raise AssertionError("what one rank has changed was read as one gradient")
+        grad.mul_(0.5)
+    opt.step()
+    # The next round: what was kept is gone, and copies of the last gradient cannot be read alone.
+    opt.zero_grad()
+    backward(model, 1)
+    assert all(not each.gradient_slice.kept for each in opt.engine.domain.entries.values())
+    torch.testing.assert_close(model[0].weight.grad.norm(1), model[0].weight.grad.full_tensor().norm(1))
+    if rank == 1:
+        try:
+            copied.sum()
+        except StateError as error:
+            assert "round 0" in str(error)
+        else:
+            raise AssertionError("slices of two rounds were read as one gradient")
+    dist.barrier()
+    # A rank that waits in its step changes no gradient any more.
+    if rank == 0:
+        model[0].weight.grad.mul_(2)
+        try:
+            model[0].weight.grad.sum()
+        except StateError as error:
+            assert "round 1 with 0 changes" in str(error)
+        else:
+            raise AssertionError("a gradient that one rank changed alone was read")
+        model[0].weight.grad.mul_(0.5)
+    opt.step()
+    opt.close()
+
+
+def test_one_rank_alone(ranks: Pool) -> None:
+    for stage in (1, 3):
+        ranks.run(alone, stage, world=2)
