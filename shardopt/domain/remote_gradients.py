@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -27,11 +27,31 @@ from ..tensors.gradient_slice import GradientSlice, divide_
 from .epoch import Moment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from .domain import Domain
+    from ..partition.mesh import Mesh
     from .param import ParamRecord
     from .shard import Shard
+    from .turn import Turn
+
+
+class Reducing(Protocol):
+    """The part of a domain that shows its gradients; a protocol, since ``domain.py`` imports this module."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+    @property
+    def entries(self) -> Mapping[torch.nn.Parameter, ParamRecord]: ...
+    @property
+    def remote(self) -> Any: ...
+    @property
+    def turn(self) -> Turn: ...
+    @property
+    def broken(self) -> str | None: ...
+
 
 _NAME = "gradient"  # of what is asked for, with the index of the param behind it
 _UNSETTLED = 1.0  # seconds after which an edit that is under way counts as one that broke off
@@ -49,7 +69,7 @@ class GradientFetch:
     The last one that was read is kept: scripts ask several questions of one gradient after the other.
     """
 
-    domain: Domain
+    domain: Reducing
     shard: Shard
     index: int
 
@@ -57,14 +77,14 @@ class GradientFetch:
         remote = self.domain.remote
         if remote is None:
             raise StateError(
-                "call full_tensor() on every rank: what was asked of param.grad needs the other ranks' slices, and this "
-                "rank cannot read them alone (some rank could open no socket)."
+                "call full_tensor() on every rank: what was asked of param.grad needs the other ranks' slices, and "
+                "this rank cannot read them alone (some rank could open no socket)."
             )
         gradient_slice = _entry(self.domain, self.shard, self.index).gradient_slice
         assert gradient_slice is not None
         last = remote.last_gradient
         if last is not None and last[:2] == (self, moment) and not gradient_slice.was_written:
-            return last[2]
+            return cast(torch.Tensor, last[2])
         whole = self._read(gradient_slice, moment)
         remote.last_gradient = self, moment, whole
         return whole
@@ -90,7 +110,13 @@ class GradientFetch:
 
 @contextmanager
 def mean_at(
-    domain: Any, moment: Moment, number: int, name: str, start: int, stop: int, copying: Callable[[], Any]
+    domain: Reducing,
+    moment: Moment,
+    number: int,
+    name: str,
+    start: int,
+    stop: int,
+    copying: Callable[[], AbstractContextManager[object]],
 ) -> Iterator[torch.Tensor]:
     """A context of a thread of the server; see ``Readable`` there. ``start`` counts from the slice's first element.
 
@@ -116,17 +142,21 @@ def mean_of(gradient_slice: GradientSlice, moment: tuple[int, int], start: int, 
         mean, written = kept
         if written is not None:
             written.wait()
-        return mean[start:stop].to("cpu", copy=True)
-    before = gradient_slice.divisor, gradient_slice.written
-    if before[1] is not None:
-        before[1].wait()
-    copied = gradient_slice.total[start:stop].to("cpu", copy=True)
-    divide_(copied, before[0])
+        return _on_host(mean[start:stop])
+    divisor, written = gradient_slice.divisor, gradient_slice.written
+    if written is not None:
+        written.wait()
+    copied = _on_host(gradient_slice.total[start:stop])
+    divide_(copied, divisor)
     is_same = not gradient_slice.is_moving and gradient_slice.moment == moment
-    return copied if is_same and before == (gradient_slice.divisor, gradient_slice.written) else None
+    return copied if is_same and (divisor, written) == (gradient_slice.divisor, gradient_slice.written) else None
 
 
-def _await(domain: Any, gradient_slice: GradientSlice, moment: Moment, end: float) -> None:
+def _on_host(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty(values.numel(), dtype=values.dtype).copy_(values)
+
+
+def _await(domain: Reducing, gradient_slice: GradientSlice, moment: Moment, end: float) -> None:
     """Waits until this rank has come to the moment, and nothing changes the slice.
 
     Raises:
@@ -141,7 +171,7 @@ def _await(domain: Any, gradient_slice: GradientSlice, moment: Moment, end: floa
         clock = time.monotonic()
         moving_since = None if now < moment or not is_moving else moving_since or clock
         is_broken_off = moving_since is not None and clock > moving_since + _UNSETTLED
-        if now > moment and not is_moving or is_broken_off or (now < moment and domain.turn.call == "step()"):
+        if (now > moment and not is_moving) or is_broken_off or (now < moment and domain.turn.call == "step()"):
             raise StateError(
                 "ask before gradients are clipped or scaled, or on all ranks at the same place, or call "
                 "full_tensor() on every rank: that rank has changed or dropped this gradient, or will change it no "
@@ -153,6 +183,6 @@ def _await(domain: Any, gradient_slice: GradientSlice, moment: Moment, end: floa
         time.sleep(0.0005)
 
 
-def _entry(domain: Domain, shard: Shard, index: int) -> ParamRecord:
+def _entry(domain: Reducing, shard: Shard, index: int) -> ParamRecord:
     param = shard.bucket.params[index]
     return domain.entries[param]

@@ -20,30 +20,23 @@ import torch
 from ..errors import StateError
 from .ended_peers import groups_between
 from .peers import Peers
-from .remote_gradients import mean_at, names_gradient
+from .remote_gradients import Reducing, mean_at, names_gradient
 
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
-    from ..partition.mesh import Mesh
     from .epoch import Epoch, Moment
     from .shard import Shard
 
 
-class Shown(Protocol):
+class Shown(Reducing, Protocol):
     """The part of a domain that other ranks can read; a protocol, since ``domain.py`` imports this module."""
 
-    @property
-    def mesh(self) -> Mesh: ...
     @property
     def epoch(self) -> Epoch: ...
     @property
     def device(self) -> torch.device: ...
     @property
-    def shards(self) -> Sequence[Shard]: ...
-    @property
     def frozen_shards(self) -> Sequence[Shard]: ...
-    @property
-    def broken(self) -> str | None: ...
 
 
 @dataclass(frozen=True)

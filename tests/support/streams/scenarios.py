@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import Offload, ShardedAdamW, ShardedOptimizer, Tuning
+from shardopt.domain.epoch import Moment
 
 from .machine import Machine
 
@@ -197,6 +198,28 @@ def served(training: Training) -> None:
         assert found.numel() == 256 and shard.device.type == "cuda"
 
 
+def asked(training: Training) -> None:
+    """Before a step another rank reads a gradient of this one, before and after it was clipped."""
+    training.backward()
+    domain = training.optimizer.engine.domain
+    remote, shard = domain.remote, domain.shards[0]
+    grad: Any = domain.entries[shard.bucket.params[0]].param.grad
+    own = grad.gradient_slice
+
+    def read(round: int, edits: int) -> None:
+        moment, numel = Moment(round, edits), own.total.numel()
+        with training.machine.other_thread(), remote.slice_at(moment, 0, "gradient 0", 0, numel) as found:
+            assert found.numel() == numel and found.device.type == "cpu"
+
+    read(*own.moment)
+    copied = grad.clone()  # as this rank may read it later, its slice is kept
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+    read(own.round, 0)
+    read(own.round, 1)
+    del copied
+    training.step()
+
+
 WAYS: dict[str, Way] = {
     each.__name__: each
     for each in (
@@ -212,6 +235,7 @@ WAYS: dict[str, Way] = {
         elsewhere,
         viewed,
         served,
+        asked,
     )
 }
 
