@@ -503,6 +503,8 @@ class Engine(Bindings):
         self.check_weights("close()")
         with suppress(CommunicationError):  # raised before; params that did not arrive are lost with the other rank
             self.finish_gathers()
+        for domain in self.domains:  # first: another rank may still read gradients of this one
+            domain.stop_serving()
         if self.takeover is not None:
             self.takeover.close()
         for finalizer in self._retire:

@@ -375,11 +375,15 @@ class Domain:
             shard.home = home
         return before, homes_before
 
+    def stop_serving(self) -> None:
+        """Other ranks cannot read this one's slices any more, once none does."""
+        if self.remote is not None:
+            self.remote.close()
+
     def release(self) -> None:
         """Gives every param storage of its own, and forgets the states."""
         links = self.links
-        if links is not None and links.remote is not None:
-            links.remote.close()
+        self.stop_serving()
         if links is not None and links.sharded is not None:
             links.sharded.give_back()
         for shard in self.shards:

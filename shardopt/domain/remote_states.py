@@ -93,8 +93,9 @@ class RemoteStates:
 
     def close(self) -> None:
         """Stops serving; see :meth:`shardopt.domain.peers.Peers.close`."""
-        self._is_closed = True
-        self.peers.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self.peers.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -495,11 +495,11 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     if writes_to(GradientPart, function, arguments, keywords):
         raise _unwritable(function)
     parts = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, Part)]
-    if str(function).startswith("c10d."):
-        raise _averaged(function)
     if not all(_is_readable(part) for part in parts):
         raise refusal(function)
     if not all(isinstance(part, GradientPart) and part.gradient_slice.gather is None for part in parts):
+        if str(function).startswith("c10d."):
+            raise _averaged(function)
         arguments, keywords = tree_map_only(Part, lambda part: part.read_whole().to(part.device), (arguments, keywords))
         return as_views(function, function(*arguments, **keywords))
 
