@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .domain.param import Candidate, Group
     from .module.takeover import ModuleTakeover
     from .rules import Rule
+    from .states.weight_stream import WeightStream
     from .step.step import Call
 
 
@@ -75,6 +76,7 @@ class Bindings:
         self.turn = Turn(ranks, is_open, options.release_gradients)
         self.joining: Callable[[str, Call | None], None] | None = None
         self.is_closed = False
+        self.stream: weakref.ref[WeightStream] | None = None  # of weights; the last one
         self._has_warned = False  # of frozen params that stay whole
         self._domains: Domains | None = None  # from the first forward or step on
         self._retire: list[weakref.finalize[Any, Any]] = []
@@ -122,8 +124,20 @@ class Bindings:
         self.states.check_fit(self.groups)
 
     def check_weights(self, call: str) -> None:
-        """Raises ShardoptError where params show the average of the weights."""
+        """Raises ShardoptError where params show the average of the weights, or a stream of them is open."""
         check_weights(self.domains, call)
+        self.end_stream(call)
+
+    @property
+    def open_stream(self) -> WeightStream | None:
+        """The stream of weights that this rank has not read to its end."""
+        stream = None if self.stream is None else self.stream()
+        return stream if stream is not None and stream.is_open else None
+
+    def end_stream(self, call: str) -> None:
+        """Raises StateError if a stream of weights is open, and ends it on all ranks."""
+        if self.open_stream is not None:
+            raise self.open_stream.interrupt(call)
 
     # -- the domains ---------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import whole
 from .bindings import Bindings
 from .config import Offload, check_norm_group
+from .domain.agreement import agree_on_call
 from .domain.dtensors import local_gradient
 from .domain.masters import refresh_masters
 from .domain.memory import memory_in_words, memory_of
@@ -41,6 +43,7 @@ from .partition.zero_stage import ZeroStage
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict
+from .states.weights import weights_of
 from .step.program import ELEMENTWISE
 from .step.step import NOTHING_DONE, Call, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from .domain.param_state import ParamState
     from .module.backward import Backward
     from .rules import Rule
+    from .states.weight_stream import WeightStream
+    from .states.weights import Weight
     from .step.step import Outcome, Planners
 
 # The engines of this process, oldest first: optimizers of one module read each other's params, and DDP's join() finds
@@ -208,6 +213,47 @@ class Engine(Bindings):
             stack.push(leave)
             yield
 
+    @torch.no_grad()
+    def weights(self, bucket_bytes: object, dtype: torch.dtype | None, names: object) -> WeightStream:
+        """Collective: see :meth:`ShardedOptimizer.weights`."""
+        from .states.weight_stream import WeightStream
+
+        with self.turn.take_together("weights()"):
+            self.check_open()
+            self.end_stream("weights()")
+            self.finish_gathers()
+            self.bind_to_unshard()
+            found: list[Weight] = []
+
+            def read() -> dict[str, Any]:
+                found.extend(self._weights(dtype, names))
+                # Of experts each rank has others, by names that may say so.
+                told = [[each.name if len(self.domains) < 2 else "", *each.told] for each in found]
+                return {"bucket_bytes": whole(bucket_bytes, "weights(bucket_bytes=)", least=1), "weights": told}
+
+            if self._domains is None:
+                mates: tuple[Ranks, ...] = (self.ranks(),)
+                given = agree_on_call("weights()", read, mates[0])
+            else:
+                mates = self._domains.mates
+                with self._domains.raising_together("weights()"):
+                    given = agree_on_call("weights()", read, mates[0])
+            stream = WeightStream(found, given["bucket_bytes"], mates, self.turn)
+            self.stream = weakref.ref(stream)
+            return stream
+
+    def weights_metadata(self, dtype: torch.dtype | None, names: object) -> dict[str, torch.Tensor]:
+        """See :meth:`ShardedOptimizer.weights_metadata`."""
+        with self.turn.take("weights_metadata()"):
+            self.check_open()
+            return {each.name: each.meta() for each in self._weights(dtype, names)}
+
+    def _weights(self, dtype: torch.dtype | None, names: object) -> list[Weight]:
+        module = None if self.takeover is None else self.takeover.module
+        beside = [each for each in live_engines() if each.takeover is not None and each.takeover.module is module]
+        domains = [domain for engine in beside for domain in engine.domains]
+        return weights_of(module, self.groups, domains, dtype, names)
+
     def forget_backward(self) -> None:
         """Forgets a failed backward, after gradients were set to None or zero."""
         if self.takeover is not None:
@@ -259,6 +305,7 @@ class Engine(Bindings):
                 return closure()
 
         try:
+            self._interrupt_stream()
             if closure is None:
                 loss = evaluate()
             elif self.takeover is not None:
@@ -288,6 +335,13 @@ class Engine(Bindings):
             if closure is not None and backward is not None:
                 backward.catch_up()
             raise
+
+    def _interrupt_stream(self) -> None:
+        """Raises an error if a stream of weights is open: a step would change weights that other ranks still read."""
+        stream = self.open_stream
+        if stream is not None:
+            error, is_raised_by_all = stream.interrupt_together("step()")
+            raise RaiseNow(error) if is_raised_by_all else error
 
     def take(self, call: Call) -> None:
         """Collective: takes one step with the present gradients."""
@@ -422,6 +476,7 @@ class Engine(Bindings):
             if to is None and self._away is None:
                 return
             self.check_open()
+            self.end_stream(call)
             self.finish_gathers()
             if move_states(self.domains, to):
                 self._away = to

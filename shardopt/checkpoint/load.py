@@ -90,6 +90,8 @@ def _load_from(
     directory: str | Path, module: nn.Module, engines: list[Engine], strict: bool, names: Mapping[Any, str] | None
 ) -> Loaded:
     """Collective, with the turns of all optimizers."""
+    for each in engines:
+        each.end_stream("load_checkpoint()")
     collectives = collectives_of(engines)
     root, strict, given = collectives.together(
         lambda: (directory_of(directory), flag(strict, "strict"), read_names(names)), "reading the arguments"

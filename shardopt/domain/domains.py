@@ -65,6 +65,11 @@ class Domains:
     def domains(self) -> list[Domain]:
         return [self.main, *self.others.values()]
 
+    @property
+    def mates(self) -> tuple[Ranks, ...]:
+        """The ranks that make collective calls together: those of the main domain, and of each tensor mesh."""
+        return (self.main.mesh.world, *self._tensor_ranks)
+
     def domain_of(self, local: torch.nn.Parameter) -> Domain | None:
         """Returns the domain that has bound this local param."""
         return next((domain for domain in self.domains if local in domain.entries), None)

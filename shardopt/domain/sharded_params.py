@@ -74,6 +74,11 @@ class ShardedParams:
     def units(self) -> list[Unit]:
         return [unit for unit in self.gatherer.units.values() if unit.transport is self.transport]
 
+    def place_of(self, param: torch.Tensor) -> tuple[Shard, int] | None:
+        """Returns the shard that holds a param, and its number in it; None if this rank has it whole."""
+        is_whole = self.gatherer.unsharded_contexts > 0
+        return None if is_whole else self._places.get(param)  # type: ignore[call-overload]
+
     def window(self, bucket: Bucket, own: ParamShard) -> Window:
         """Collective: opens a window on a bucket; ``own`` holds this rank's slice."""
         if own.memory is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..partition.schedule import Schedule
     from ..partition.unit_view import UnitView
     from ..rules import Rule
+    from ..states.weight_stream import WeightStream
     from .reports import Handle, Writer
     from .state_view import StateView
 
@@ -213,6 +214,36 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
                 param the end of the context raises, on all ranks, and the weights are back.
         """
         return self.engine.unsharded(ema)
+
+    def weights(
+        self,
+        bucket_bytes: int = 256 << 20,
+        dtype: torch.dtype | None = None,
+        names: Iterable[str] | None = None,
+    ) -> WeightStream:
+        """Iterates over ``(name, whole tensor)`` of all params and saved buffers, in the order of the state dict.
+
+        Collective: every rank takes all of them, and they are of one step. Works at every stage; at stage 3 params are
+        gathered a bucket at a time, the next one while the last one is used. Tied weights come once, and frozen
+        params of other kinds as they are. A rank that leaves the loop ends it on all ranks: those that go on raise a
+        StateError within a bucket. So does a ``step()`` or a load on every rank that has not come to the end.
+
+        Args:
+            bucket_bytes: of what is gathered at a time. At most two buckets and the largest param take memory.
+            dtype: of what is of floating point; None: its own. Values travel in it.
+            names: only these, as in :meth:`weights_metadata`.
+
+        Raises:
+            DisagreementError: ranks ask for different weights, or one cannot read its own.
+            ShardoptError: params have no names: neither the module nor named params were given.
+        """
+        return self.engine.weights(bucket_bytes, dtype, names)
+
+    def weights_metadata(
+        self, dtype: torch.dtype | None = None, names: Iterable[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Returns tensors on the meta device, by name, in the order of :meth:`weights`. Local; nothing is gathered."""
+        return self.engine.weights_metadata(dtype, names)
 
     @_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:

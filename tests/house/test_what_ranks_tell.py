@@ -13,7 +13,7 @@ from tests.support.told_pages import NAMED, PACKAGE, check_names, functions_in
 
 PAGE = ROOT / "docs" / "what-ranks-tell.md"
 SAYS = re.compile(
-    r"(?:^|\.)(?:exchange|exchange_json|exchange_rows|exchange_slices|all_reduce|broadcast|barrier|send_bytes"
+    r"(?:^|\.)(?:exchange|begin_exchange|exchange_json|exchange_rows|exchange_slices|all_reduce|broadcast|barrier|send_bytes"
     r"|agree|agreed|agree_on|agree_on_call|agree_on_whole|raising_together|announce|announce_error"
     r"|together|raise_together|compare_parts|all_gather_records|gather_by_holder)$"
     r"|collectives\.(?:compare|all_gather)$|(?:world|shard)\.gather$|(?:_board|_roll_call)\.\w+$"

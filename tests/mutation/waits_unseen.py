@@ -41,8 +41,7 @@ _REASONS = {
     },
     "partition.comm.group": {
         ("Ranks.wait", "work.wait(deadline)"): "no scenario sets a timeout",
-        ("Ranks.broadcast_on_stream", "self.wait(pending)"): "no scenario has a module with buffers",
-        ("Ranks.broadcast_on_stream", "self.wait_on_stream(pending)"): "no scenario has a module with buffers",
+        ("Ranks.begin_exchange", "self.wait(pending)"): "rows lie in host memory: no stream carries them",
     },
     "offload.ring": {
         ("RingStore.prefetch", "slot.mark = self._stored"): (

@@ -1,7 +1,7 @@
 """Every argument of every public method of an optimizer, as ``test_every_argument.py`` has those of constructors."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ METHODS = {
     "timings": {},
     "schedule": {},
     "unsharded": {"ema": FLAG},
+    "weights": {"bucket_bytes": {"1e30", *ONE}, "dtype": NONE, "names": NONE},
+    "weights_metadata": {"dtype": NONE, "names": NONE},
     "zero_grad": {"set_to_none": EVERYTHING},  # as torch's: what counts is whether it is true
 }
 
@@ -76,6 +78,8 @@ def called(method: str, argument: str, value: Any) -> None:
         if isinstance(found, AbstractContextManager):
             with found:
                 pass
+        if isinstance(found, Iterator):
+            list(found)
         opt.zero_grad()
         module(torch.ones(1, 4)).sum().backward()
         opt.step()

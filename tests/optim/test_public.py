@@ -110,6 +110,8 @@ def test_methods_are_added_on_purpose() -> None:
         "units",
         "unsharded",
         "updates",
+        "weights",
+        "weights_metadata",
     ]
     joins = shardopt.ShardedOptimizer.join, torch.nn.parallel.DistributedDataParallel.join
     own_join, theirs = (inspect.signature(each).parameters.values() for each in joins)
@@ -156,6 +158,8 @@ DEFAULTS_OF_METHODS: dict[str, dict[str, Any]] = {
     "offload": {"to": "cpu"},
     "step": {"closure": None},
     "unsharded": {"ema": False},
+    "weights": {"bucket_bytes": 256 << 20, "dtype": None, "names": None},
+    "weights_metadata": {"dtype": None, "names": None},
     "zero_grad": {"set_to_none": True},
 }
 

@@ -1,205 +1,287 @@
-"""Weights that others write, copies of model and optimizer, bytes on each rank."""
+"""``weights()``: whole weights by name on every rank, in bounded memory, of one step, or an error on all ranks."""
 
-import copy
+from collections.abc import Callable
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from shardopt import (
-    CheckpointError,
-    Part,
-    ShardedAdamW,
-    ShardedSGD,
-    ShardoptError,
-    Tuning,
-    save_checkpoint,
-)
-from tests.support.cases import Zoo, fill_gradients
+from shardopt import DisagreementError, ShardedOptimizer, ShardedSGD, ShardoptError, StateError
+from tests.support.modules import RATES, Layers, Odd, Stack, Tied, W, made, small, square, train_step
 from tests.support.ranks import Pool
-from tests.support.training import Net, ddp, digest, load_bytes, raises, raw, saved_bytes
+from tests.support.training import raises
 
-# -- weights written by others, copies, ends ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offload", [None, "cpu"])
-def test_the_neighbour_of_a_tie_is_kept_when_it_is_written(offload: str | None) -> None:
-    """A master half-way between two bf16 numbers was rounded to the even one: the other one is what somebody wrote.
-
-    Unless the master was loaded: it may have been a split one, whose ties are rounded away from zero.
-    """
-    upper = torch.arange(0x3F80, 0x3F80 + 150, dtype=torch.int32)
-    masters = ((upper << 16) + 0x8000).view(torch.float32)
-    masters = torch.cat([masters, -masters])
-    even, away = masters.bfloat16(), (masters.view(torch.int32) + 0x8000 >> 16).short().view(torch.bfloat16)
-    for way in ("loaded", "in place", "through .data"):
-        param = Parameter((away if way == "loaded" else even).clone())
-        opt = ShardedSGD([param], lr=0.0, momentum=0.5, offload=offload)
-        state = {"momentum_buffer": torch.ones_like(masters), "master": masters}
-        opt.load_state_dict({**opt.state_dict(), "state": {0: state}})
-        param.grad = torch.ones_like(param)
-        opt.step()
-        assert raw(opt.state[param]["master"]) == raw(masters) and raw(param) == raw(even), way
-        if way == "in place":
-            with torch.no_grad():
-                param.copy_(away)
-        elif way == "through .data":
-            param.data.copy_(away)
-        opt.step()
-        assert raw(param) == raw(even if way == "loaded" else away), way
-        expected = masters if way == "loaded" else torch.where(away == even, masters, away.float())
-        assert raw(opt.state[param]["master"]) == raw(expected), way
+SMALL = 3000  # bytes: a weight of W x W in fp32 has 2304
 
 
-def written_weights() -> None:
-    """Masters follow weights that were written; elements that the write left alone keep their low bits."""
-    for way in ("in place", "through .data"):
-        params = [param for param in Zoo(torch.bfloat16).parameters() if param.requires_grad]
-        opt = ShardedSGD(params, lr=0.01, momentum=0.9)
-        for step in range(3):
-            fill_gradients(params, "heavy_tailed", step)
-            opt.step()
-        masters = [
-            opt.state[param]["master"].full_tensor()
-            if dist.get_world_size() > 1
-            else opt.state[param]["master"].clone()
-            for param in params
-        ]
-        assert any((master != param.float()).any() for master, param in zip(masters, params, strict=True))
-        values = [param.detach().clone() for param in params]
-        for value in values:
-            value[torch.arange(value.numel()).reshape(value.shape) % 2 == 0] = 0.25
-        for param, value in zip(params, values, strict=True):
-            if way == "in place":
-                with torch.no_grad():
-                    param.copy_(value)
-            else:
-                param.data.copy_(value)
-            param.grad = None
-        if way == "in place":
-            fill_gradients(params[:1], "integers", 0)
-            params[0].grad.zero_()
-            opt.step()
-        for which, (param, value, master) in enumerate(zip(params, values, masters, strict=True)):
-            now = opt.state[param]["master"]
-            now = now.full_tensor() if isinstance(now, Part) else now
-            if which == 0 and way == "in place":
-                continue  # the momentum moved it
-            kept = master.bfloat16() == value
-            assert torch.equal(now, torch.where(kept, master, value.float())), f"{way}, param {which}"
+class All(nn.Module):
+    """Params of all shapes and strides, tied ones, a frozen one of integers, buffers saved and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.tied, self.layers = Odd(), Tied(), Layers()
+        self.codes = Parameter(torch.arange(9), requires_grad=False)
+        self.frozen = Parameter(square().detach(), requires_grad=False)
+        self.register_buffer("seen", torch.arange(3))
+        self.register_buffer("cached", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.odd(x) @ self.frozen) + self.tied(x).mean()
 
 
-def copies() -> None:
-    model = ddp(Net()) if dist.get_world_size() > 1 else Net()
-    opt = ShardedAdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        fill_gradients(model.parameters(), "integers", step)
-        opt.step()
-    other_model, other = copy.deepcopy((list(model.parameters()), opt))
-    before = digest(opt)
-    assert digest(other) == before
-    for step in range(3, 6):
-        fill_gradients(other_model, "integers", step)
-        other.step()
-    assert digest(opt) == before
-    for step in range(3, 6):
-        fill_gradients(model.parameters(), "integers", step)
-        opt.step()
-    assert digest(opt) == digest(other)
-    kept = [raw(param) for param in model.parameters()]
-    opt.close()
-    with raises(ShardoptError, "closed"):
-        opt.step()
-    assert [raw(param) for param in model.parameters()] == kept
-    again = ShardedAdamW(model.parameters(), lr=1e-2)
-    again.load_state_dict(load_bytes(saved_bytes(other)))
-    for params, optimizer in ((list(model.parameters()), again), (other_model, other)):
-        fill_gradients(params, "integers", 6)
-        optimizer.step()
-    assert digest(again) == digest(other)
+def shown(model: nn.Module, opt: ShardedOptimizer, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """What the state dict of the whole model has, tied ones once."""
+    found: dict[str, Tensor] = {}
+    with opt.unsharded():
+        seen = set()
+        for name, each in model.state_dict(keep_vars=True).items():
+            if each not in seen:
+                seen.add(each)
+                found[name] = each.detach().clone().to(dtype if dtype and each.is_floating_point() else each.dtype)
+    return found
 
 
-def memory_is_the_formula() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for stage in (0, 1):
-            numels = (100_000, 257, 1, 0, 30_000)
-            params = [Parameter(torch.randn(numel).to(dtype)) for numel in numels]
-            opt = ShardedAdamW(params, stage=stage, tuning=Tuning(bucket_bytes=1 << 30))
-            for param in params:
-                param.grad = torch.ones_like(param)
-            opt.step()
-            shards = dist.get_world_size() if stage else 1
-            blocks = sum(-(-numel // 256) for numel in numels)
-            per_shard = -(-blocks // shards) * 256
-            size = params[0].element_size()
-            assert opt.memory() == {
-                "param": {"device": per_shard * shards * size},
-                "gradient": {"device": sum(numels) * size},
-                "master": {"device": 4 * per_shard if dtype is torch.bfloat16 else 0},
-                "state": {"device": 8 * per_shard},
-                "buffer": {"device": per_shard // 256 * 4},
-            }
-            held = sum(
-                opt.state[param][name].untyped_storage().nbytes() if not isinstance(opt.state[param][name], Part) else 0
-                for param in params[:1]
-                for name in ("exp_avg",)
-            )
-            assert stage or held == 4 * per_shard
+def of_one_step(folder: str) -> None:
+    for stage, offload in ((0, None), (1, None), (2, None), (3, None), (3, "cpu"), (3, folder)):
+        torch.manual_seed(0)
+        model = All()
+        opt = ShardedSGD(model, **RATES, stage=stage, offload=offload, tuning=small())
+        for step in range(2):
+            train_step(model, opt, step)
+            for dtype, nbytes in ((None, SMALL), (torch.bfloat16, 1), (torch.float16, 1 << 30)):
+                expected = shown(model, opt, dtype)
+                found = list(opt.weights(nbytes, dtype))
+                assert [name for name, _ in found] == list(expected), stage
+                for name, whole in found:
+                    other = expected[name]
+                    assert type(whole) is Tensor and not whole.requires_grad
+                    assert (whole.dtype, whole.stride()) == (other.dtype, other.stride()) and whole.equal(other), name
+                metadata = opt.weights_metadata(dtype)
+                assert {name: (each.shape, each.dtype) for name, each in found} == {
+                    name: (each.shape, each.dtype) for name, each in metadata.items()
+                }
+                assert list(metadata) == list(expected) and all(each.is_meta for each in metadata.values())
+        some = ["tied.embed.weight", "odd.turned"]
+        assert [name for name, _ in opt.weights(names=reversed(some))] == [name for name in expected if name in some]
+        kept = dict(found)
+        train_step(model, opt, 2)  # what was given out is the caller's, whatever comes
+        assert all(kept[name].equal(other) for name, other in expected.items())
+        opt.close()
 
 
-def low_bits_wait_for_weights(folder: str) -> None:
-    """States are loaded before weights: masters are shown, saved and go on as they were, whole or in halves."""
-    for master in ("split", "split24", "fp32"):
-        trained = [param for param in Zoo(torch.bfloat16).parameters() if param.requires_grad]
-        opt = ShardedSGD(trained, lr=0.01, momentum=0.9, master=master)
-        for step in range(3):
-            fill_gradients(trained, "heavy_tailed", step)
-            opt.step()
-        data = saved_bytes(opt)
-        expected = {number: raw(state["master"]) for number, state in load_bytes(data)["state"].items()}
-
-        module = torch.nn.ParameterList(p for p in Zoo(torch.bfloat16, seed=5).parameters() if p.requires_grad)
-        params = list(module)
-        other = ShardedSGD(params, lr=0.01, momentum=0.9, master=master)
-        fill_gradients(params, "integers", 0)
-        other.step()
-        other.load_state_dict(load_bytes(data))
-        between = load_bytes(saved_bytes(other))
-        assert {number: raw(state["master"]) for number, state in between["state"].items()} == expected, master
-        if master == "fp32":
-            save_checkpoint(f"{folder}/{master}", module, other)
-        else:
-            with raises(CheckpointError, "weights before this save", "refresh_masters()"):
-                save_checkpoint(f"{folder}/{master}", module, other)
-            save_checkpoint(f"{folder}/{master}", module, other, full_precision=True)
-        with torch.no_grad():
-            for param, value in zip(params, trained, strict=True):
-                param.copy_(value)
-        save_checkpoint(f"{folder}/{master}", module, other)
-        assert digest(other) == digest(opt)
-        other.load_state_dict(between)
-        for optimizer, its in ((opt, trained), (other, params)):
-            fill_gradients(its, "integers", 4)
-            optimizer.step()
-        assert digest(other) == digest(opt)
-        # These weights are meant: masters follow them.
-        other.load_state_dict(load_bytes(data))
-        other.refresh_masters()
-        save_checkpoint(f"{folder}/followed-{master}", module, other)
-        assert all(
-            raw(s["master"].bfloat16()) == raw(p)
-            for s, p in zip(load_bytes(saved_bytes(other))["state"].values(), params, strict=True)
-        )
-
-
-def test_low_bits_wait_for_weights(ranks: Pool, tmp_path: Path) -> None:
-    for world in (1, 2):
-        ranks.run(low_bits_wait_for_weights, str(tmp_path / str(world)), world=world)
-
-
-def test_weights_copies_memory(ranks: Pool) -> None:
+def test_of_one_step(ranks: Pool, tmp_path: Path) -> None:
     for world in (1, 2, 3):
-        for function in (written_weights, copies, memory_is_the_formula):
-            ranks.run(function, world=world)
+        ranks.run(of_one_step, str(tmp_path), world=world)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes that live at a time, of tensors that are made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[Any, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for each in tree_leaves(result):
+            storage = each.untyped_storage() if isinstance(each, Tensor) else None
+            if storage is not None and storage._cdata not in before:
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        self.made = {each: nbytes for each, nbytes in self.made.items() if not each.expired()}
+        self.most = max(self.most, sum(self.made.values()))
+        return result
+
+
+class Large(nn.Module):
+    """Weights below and above a bucket, alone and in rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(40, 40)] + [(16, 16)] * 9 + [(48, 48)] + [(30, 30)] * 5
+        self.all = nn.ParameterList(torch.randn(*shape) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((each.mean() for each in self.all), x.mean())
+
+
+def in_bounded_memory() -> None:
+    model, opt = made(make=Large)
+    train_step(model, opt, 0)
+    sizes = [each.numel() * 4 for each in model.parameters()]
+    for nbytes in (1024, 2048, 4096, 10_000):
+        count = 0
+        with Alive() as alive:
+            for _, whole in opt.weights(nbytes):
+                count += whole.nbytes
+                if nbytes < max(sizes):  # what a caller keeps counts too, if it is two of the largest
+                    del whole
+        assert alive.most <= 2 * nbytes + max(sizes) + 256, (nbytes, alive.most)  # and the words of a meeting
+        assert count == sum(sizes)
+
+
+def ahead() -> None:
+    """The next bucket is under way while the weights of one are used."""
+    model, opt = made(make=Stack)
+    train_step(model, opt, 0)
+    received = torch.zeros((), dtype=torch.int64)
+    totals, before = [], opt.engine.traffic()["params"]
+    for _ in opt.weights(SMALL):
+        received.fill_(opt.engine.traffic()["params"] - before)
+        dist.all_reduce(received)  # loops may talk to each other
+        totals.append(int(received))
+    assert 0 < totals[0] < totals[1] < totals[-1] == totals[-2], totals
+    assert sum(one < other for one, other in pairwise(totals)) >= 4, totals
+
+
+def test_in_bounded_memory(ranks: Pool) -> None:
+    ranks.run(in_bounded_memory, world=2)
+    ranks.run(ahead, world=2)
+
+
+# -- the end before the end --------------------------------------------------------------------------------------------
+
+
+class Oops(Exception):
+    pass
+
+
+def broken(opt: ShardedOptimizer) -> None:
+    for _ in opt.weights(SMALL):
+        break
+
+
+def raising(opt: ShardedOptimizer) -> None:
+    with raises(Oops):
+        for _ in opt.weights(SMALL):
+            raise Oops
+
+
+def closed(opt: ShardedOptimizer) -> None:
+    stream = opt.weights(SMALL)
+    next(stream)
+    stream.close()
+    with raises(StateError, "weights()", "again"):
+        next(stream)
+
+
+def never_begun(opt: ShardedOptimizer) -> None:
+    opt.weights(SMALL)
+
+
+def stepping(opt: ShardedOptimizer) -> None:
+    stream = opt.weights(SMALL)
+    next(stream)
+    with raises(StateError, "before step()", "close() it"):
+        opt.step()
+
+
+def loading(opt: ShardedOptimizer) -> None:
+    stream = opt.weights(SMALL)
+    next(stream)
+    with raises(StateError, "before loading states", "close() it"):
+        opt.load_state_dict(opt.state_dict())
+
+
+ENDS: tuple[Callable[[ShardedOptimizer], None], ...] = (broken, raising, closed, never_begun, stepping, loading)
+SAYS = {stepping: "made another call", loading: "made another call"}
+
+
+def ended(stage: int) -> None:
+    model, opt = made(stage)
+    train_step(model, opt, 0)
+    for number, end in enumerate(ENDS):
+        if dist.get_rank() == 0:
+            end(opt)
+        else:  # which has read some, and reads on
+            stream, count = opt.weights(SMALL), 0
+            with raises(StateError, SAYS.get(end, "left its loop"), "rank 0"):
+                for _ in stream:
+                    count += 1
+            assert count <= 6  # of two buckets at most
+            with raises(StateError, "rank 0"):
+                next(stream)
+        opt.zero_grad()
+        end(opt)  # on all ranks alike
+        broken(opt)
+        train_step(model, opt, number + 1)  # goes on, and the ranks agree
+
+
+def left_at_a_step(stage: int) -> None:
+    """One rank has dropped its stream and steps; another one steps with its own open."""
+    model, opt = made(stage)
+    train_step(model, opt, 0)
+    stream = opt.weights(SMALL)
+    next(stream)
+    if dist.get_rank() == 0:
+        del stream
+    kind = DisagreementError if dist.get_rank() == 0 else StateError
+    with raises(kind, "before step()"):
+        opt.step()
+    train_step(model, opt, 1)
+    assert len(dict(opt.weights())) == len(model.state_dict())
+
+
+def refused(stage: int) -> None:
+    model, opt = made(stage)
+    train_step(model, opt, 0)
+    rank = dist.get_rank()
+    for wrong, kind in (
+        ({"bucket_bytes": 0}, ValueError),
+        ({"bucket_bytes": "much"}, TypeError),
+        ({"dtype": torch.int8}, TypeError),
+        ({"dtype": "bf16"}, TypeError),
+        ({"names": ["first.weigth"]}, ValueError),
+        ({"names": "first.weight"}, TypeError),
+    ):
+        with raises(kind, "weights("):
+            opt.weights(**wrong)
+        with raises(kind if rank == 0 else DisagreementError, "weights("):
+            opt.weights(**wrong if rank == 0 else {})
+    with raises(DisagreementError, "bucket_bytes"):
+        opt.weights(1000 + rank)
+    with opt.unsharded():
+        assert dict(opt.weights(SMALL)).keys() == model.state_dict().keys()
+
+
+def test_the_end_before_the_end(ranks: Pool) -> None:
+    for stage in (1, 3):
+        ranks.run(ended, stage, world=2)
+        ranks.run(left_at_a_step, stage, world=2)
+        ranks.run(refused, stage, world=2)
+
+
+def test_names() -> None:
+    """Params without a module have the names that they were given."""
+    model = nn.Linear(W, W)
+    opt = ShardedSGD(model.named_parameters(), lr=0.1)
+    model(data_of_one()).sum().backward()
+    opt.step()
+    assert [name for name, _ in opt.weights()] == ["weight", "bias"]
+    with raises(ShardoptError, "named_parameters()"):
+        ShardedSGD(model.parameters(), lr=0.1).weights()
+    averaged = ShardedSGD(model, lr=0.1, ema=0.5)
+    model(data_of_one()).sum().backward()
+    averaged.step()
+    averaged.step()
+    plain = dict(averaged.weights())
+    with averaged.unsharded(ema=True):
+        shown = dict(averaged.weights())
+    assert not shown["weight"].equal(plain["weight"])
+    assert [name for name, _ in islice(averaged.weights(), 1)] == ["weight"]
+    averaged.step()
+
+
+def data_of_one() -> Tensor:
+    return torch.ones(1, W)

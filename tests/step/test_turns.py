@@ -103,6 +103,7 @@ ALONE: dict[str, Call] = {
     "step": lambda model, opt, folder: opt.step(),
     "sum_tied": lambda model, opt, folder: opt.sum_tied(param_of(opt), None),  # type: ignore[arg-type]
     "unsharded": lambda model, opt, folder: enter(opt.unsharded()),
+    "weights": lambda model, opt, folder: dict(opt.weights()),
     "save_checkpoint": lambda model, opt, folder: shardopt.save_checkpoint(folder, model, opt),
     "saved alone": lambda model, opt, folder: shardopt.save_checkpoint(folder, model),
     "saved later": lambda model, opt, folder: shardopt.save_checkpoint(folder, model, opt, asynchronous=True).wait(),
@@ -120,6 +121,7 @@ ANY: dict[str, Call] = {
     "timings": lambda model, opt, folder: opt.timings(),
     "schedule": lambda model, opt, folder: opt.schedule(),
     "program": lambda model, opt, folder: opt.program(),
+    "weights_metadata": lambda model, opt, folder: opt.weights_metadata(),
     "zero_grad": lambda model, opt, folder: opt.zero_grad(set_to_none=False),
     "units": lambda model, opt, folder: opt.units,
     "a state": lambda model, opt, folder: opt.state[param_of(opt)],

@@ -128,6 +128,26 @@ def test_killed_in_one_cut_it_goes_on_in_others(name: str, cut: Cut, others: Seq
         assert found == pytest.approx({step: whole[step] for step in range(SAVED, STEPS)}, rel=CLOSE), changes
 
 
+# -- weights to another group of ranks ---------------------------------------------------------------------------------
+
+
+def printed(name: str) -> str:
+    with redirect_stdout(io.StringIO()) as text:
+        example(name, "")
+    return text.getvalue()
+
+
+def test_an_engine_gets_the_weights_of_each_round() -> None:
+    trained, _, *engines = launch(printed, "rl_engine", world=4)
+    answers = [re.findall(r"answers (\S+)", each) for each in engines]
+    assert answers[0] == answers[1] and len(set(answers[0])) == len(answers[0]) == 3, answers
+    assert trained.count("log-probability") == 3
+
+
 def test_the_page_has_every_file_and_no_other() -> None:
     linked = set(re.findall(r"\(\.\./examples/(\w+)\.py\)", PAGE.read_text()))
-    assert linked == {path.stem for path in (ROOT / "examples").glob("*.py")} == {*RECIPES, *ALONE, "train_gpt"}
+    assert (
+        linked
+        == {path.stem for path in (ROOT / "examples").glob("*.py")}
+        == {*RECIPES, *ALONE, "train_gpt", "rl_engine"}
+    )

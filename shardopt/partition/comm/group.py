@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -190,20 +191,31 @@ class Ranks:
 
     def exchange(self, row: Sequence[int], phase: str) -> list[list[int]]:
         """Collective: returns every rank's row of int64, by rank. Rows have one length; empty rows are a barrier."""
+        return self.begin_exchange(row, phase)()
+
+    def begin_exchange(self, row: Sequence[int], phase: str) -> Callable[[], list[list[int]]]:
+        """Collective: sends this rank's row like :meth:`exchange`. Returns the call that waits for the others'."""
         if self.size == 1:
-            return [list(row)]
+            return lambda: [list(row)]
         with self.naming(phase):
             mine = torch.tensor([len(row), *row], dtype=torch.int64)
             rows = mine.new_empty((self.size, len(mine)))
-            self._finish(phase, dist.all_gather, list(rows), mine)
-            found = rows.tolist()
-        lengths = [length for length, *_ in found]
-        if any(length != len(row) for length in lengths):
-            raise DisagreementError(
-                "run the same forwards, backwards and steps on every rank: the ranks are not at the same call, as "
-                f"{self.at(phase)}, they sent rows of {lengths} numbers."
-            )
-        return [values for _, *values in found]
+            group, _ = self._route(mine.device)
+            pending = Pending(phase, (dist.all_gather(list(rows), mine, group=group, async_op=True),))
+
+        def end() -> list[list[int]]:
+            with self.naming(phase):
+                self.wait(pending)
+                found = rows.tolist()
+            lengths = [length for length, *_ in found]
+            if any(length != len(row) for length in lengths):
+                raise DisagreementError(
+                    "run the same forwards, backwards and steps on every rank: the ranks are not at the same call, as "
+                    f"{self.at(phase)}, they sent rows of {lengths} numbers."
+                )
+            return [values for _, *values in found]
+
+        return end
 
     def exchange_json(self, value: Any, phase: str) -> list[Any]:
         """Collective: returns every rank's JSON-able value, by rank. Nothing that a peer sends is unpickled."""
@@ -263,16 +275,20 @@ class Ranks:
         and the host does not."""
         if self.size == 1:
             return
-        with self.naming(phase):
-            group, device = self._route(tensor.device)
-            message = tensor.to(device)
-            pending = Pending(phase, (dist.broadcast(message, group_src=root, group=group, async_op=True),))
-        if device.type == "cpu":
-            self.wait(pending)
-        else:
-            self.wait_on_stream(pending)
+        message = tensor.to(self._route(tensor.device)[1])
+        self.begin_broadcast(message, phase, root)()
         if message is not tensor:
             tensor.copy_(message)
+
+    def begin_broadcast(self, tensor: torch.Tensor, phase: str, root: int) -> Callable[[], None]:
+        """Collective: starts to copy the root's values into every rank's contiguous tensor, on a device that the group
+        carries. Returns the call that waits for them; on a GPU its stream does."""
+        if self.size == 1:
+            return lambda: None
+        with self.naming(phase):
+            group, _ = self._route(tensor.device)
+            pending = Pending(phase, (dist.broadcast(tensor, group_src=root, group=group, async_op=True),))
+        return partial(self.wait if tensor.device.type == "cpu" else self.wait_on_stream, pending)
 
     def gather(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
         """Collective: returns every rank's tensor (same shape and dtype), by rank, on rank ``to``; None elsewhere."""

@@ -1,0 +1,154 @@
+"""The weights of a module by name, in the order of its state dict, and where each of them lies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..arguments import texts
+from ..domain.dtensors import is_dtensor, local_tensor, shown_as
+from ..domain.param_names import without_wrappers
+from ..errors import ShardoptError
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.param import Group
+    from ..domain.shard import Shard
+    from ..partition.comm.transport import Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """The shard that a param is cut into, and the ranks that have its slices."""
+
+    shard: Shard
+    index: int
+    transport: Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One param or persistent buffer.
+
+    Attributes:
+        tensor: as the module has it.
+        dtype: of what is given out.
+        place: None if this rank has it whole.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    place: Place | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
+
+    @property
+    def told(self) -> list[str]:
+        """What ranks compare of it."""
+        return [str(tuple(self.tensor.shape)), str(self.dtype), str(self.place is not None)]
+
+    def meta(self) -> torch.Tensor:
+        """Returns shape and dtype, as a tensor without values."""
+        return torch.empty(self.tensor.shape, dtype=self.dtype, device="meta")
+
+    def whole(self, local: torch.Tensor | None) -> torch.Tensor:
+        """Returns a copy that this rank keeps. Collective over the mesh of a DTensor.
+
+        Args:
+            local: what was gathered; None: this rank's own.
+        """
+        if local is None:
+            own = local_tensor(self.tensor.detach())
+            if type(own) is not torch.Tensor and type(own) is not nn.Parameter:
+                return own  # values of a subclass lie in other tensors: it goes out as it is
+            local = own.to(self.dtype, copy=True)
+        if is_dtensor(self.tensor):
+            found: torch.Tensor = shown_as(self.tensor, local).full_tensor()  # type: ignore[attr-defined]
+            return found
+        return local
+
+
+def weights_of(
+    module: nn.Module | None,
+    groups: Sequence[Group],
+    domains: Sequence[Domain],
+    dtype: torch.dtype | None,
+    names: object,
+) -> list[Weight]:
+    """Returns the weights that are asked for, tied ones once, under their first name.
+
+    Args:
+        module: None: the params of named groups, and no buffers.
+        domains: of all optimizers of the module.
+        dtype: of those of floating point; None: their own.
+
+    Raises:
+        ShardoptError: params have no names.
+        TypeError, ValueError: ``dtype`` is none of floating point, or ``names`` has others than the module.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"weights(dtype=) takes a dtype of floating point (torch.bfloat16), or None, found {dtype!r}.")
+    named = dict(_named_in(groups) if module is None else _named(module))
+    asked = named if names is None else _asked(texts(names, "weights(names=)", '["head.weight"]'), named)
+    return [
+        Weight(name, each, each.dtype if dtype is None or not _is_cast(each) else dtype, _place_of(each, domains))
+        for name, each in named.items()
+        if name in asked
+    ]
+
+
+def _asked(names: Sequence[str], named: Collection[str]) -> Collection[str]:
+    for name in names:
+        if name not in named:
+            near = ", ".join(get_close_matches(name, named, 3, 0.0))
+            raise ValueError(
+                f"weights(names=) takes names of optimizer.weights_metadata(), found {name!r}, which it does not have: "
+                f"tied weights have their first name, and buffers that are not saved have none. Near: {near}."
+            )
+    return frozenset(names)
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields params and persistent buffers in the order of ``state_dict()``."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    seen: set[torch.Tensor] = set()
+    for prefix, each in inner.named_modules():
+        own: list[tuple[str, Any]] = [*each.named_parameters("", recurse=False)]
+        own += [
+            pair for pair in each.named_buffers("", recurse=False) if pair[0] not in each._non_persistent_buffers_set
+        ]
+        for name, tensor in own:
+            if tensor not in seen:
+                seen.add(tensor)
+                yield without_wrappers(f"{prefix}.{name}" if prefix else name), tensor
+
+
+def _named_in(groups: Sequence[Group]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in groups:
+        if "param_names" not in group:
+            raise ShardoptError(
+                "hand the module over (ShardedAdamW(model) or module=model), or give model.named_parameters(): weights "
+                "go out by name, and the params of this optimizer have none. Nothing was gathered."
+            )
+        yield from zip(group["param_names"], group["params"], strict=True)
+
+
+def _place_of(tensor: torch.Tensor, domains: Sequence[Domain]) -> Place | None:
+    for sharded in (domain.sharded for domain in domains):
+        found = None if sharded is None else sharded.place_of(tensor)
+        if sharded is not None and found is not None:
+            return Place(*found, sharded.transport)
+    return None
