@@ -40,7 +40,7 @@ METHODS = {
     "timings": {},
     "schedule": {},
     "unsharded": {"ema": FLAG},
-    "weights": {"bucket_bytes": {"1e30", *ONE}, "dtype": NONE, "names": NONE},
+    "weights": {"bucket_bytes": ONE, "dtype": NONE, "names": NONE},
     "weights_metadata": {"dtype": NONE, "names": NONE},
     "zero_grad": {"set_to_none": EVERYTHING},  # as torch's: what counts is whether it is true
 }
