@@ -5,7 +5,7 @@ A frozen param (the base of a LoRA model) is sharded like any other, and has no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..partition.comm.transport import Transport
     from ..partition.gatherer import Gatherer
     from ..partition.layout import Piece
+    from ..partition.readable import Readable
     from ..partition.unit import GatheredBucket, ParamShard
     from .units import UnitPlan
 
@@ -98,6 +99,14 @@ class ShardedParams:
             self.where[param] = gathered
             self._places[param] = shard, index
             mark_sharded(param, self)
+
+    def readables_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[Readable, ...]:
+        """Returns these sharded params as what some code reads, by bucket."""
+        indices: dict[Shard, list[int]] = {}
+        for param in params:
+            shard, index = self._places[param]
+            indices.setdefault(shard, []).append(index)
+        return tuple(shard.bucket.readable(tuple(each)) for shard, each in indices.items())
 
     # -- as a SliceKeeper: of one released param -------------------------------------------------------------------
 

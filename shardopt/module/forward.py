@@ -33,7 +33,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,14 @@ if TYPE_CHECKING:
     from ..domain.called import CalledModule
     from ..domain.domain import Domain
     from ..domain.sharded_params import ShardedParams
-    from ..domain.turn import Turn
     from ..partition.gatherer import Gatherer
+    from ..partition.readable import Readable
     from ..partition.unit import Unit
+
+# Of params that a call reads although they are of no module of its own, the first are shown one by one, until they are
+# this part of their bucket. Then all of it is shown: that costs as much as so many of them, one by one. So a read costs
+# the same however large the bucket is.
+READ_EACH = 64
 
 
 class Forward:
@@ -82,10 +87,11 @@ class Forward:
         self._runs = called[0].name  # the called module whose forward or backward runs, or ran last
         self._hooks: list[Any] = []
         self._keeping: list[Any] = []  # hooks that keep the slices as long as the model
-        self._units: dict[nn.Module, tuple[Unit, ...]] = {}
-        self._frozen: set[Unit] = set()  # units that hold frozen params
+        self._needs: dict[nn.Module, _Needs] = {}
         self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
         self._running: list[_ModuleCall] = []  # calls in forward, from the outermost
+        # The nodes of the outputs of the call that ended last: the inputs of the next one, nearly always.
+        self._ends: dict[Any, _NodeHook] = {}
         self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
         self._open: list[_ModuleCall] = []  # calls in backward
         self._moments = itertools.count()  # beginnings and ends of calls in forward
@@ -93,14 +99,8 @@ class Forward:
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
         self.before_gathers: Callable[[Direction | Unit], None] | None = None
         self.is_closed = False
-
-    @property
-    def turn(self) -> Turn:
-        return self._domains[0].turn
-
-    @property
-    def _gatherer(self) -> Gatherer:
-        return self._domains[0].gatherer
+        self.turn = domain.turn
+        self._gatherer: Gatherer  # once attached
 
     def add_domain(self, domain: Domain) -> None:
         """Takes along the units of experts, which share the main domain's gatherer."""
@@ -111,9 +111,13 @@ class Forward:
         """The sharded params of the domains that are bound."""
         return [domain.sharded for domain in self._domains if domain.sharded is not None]
 
+    def _sharded_with(self, param: nn.Parameter) -> ShardedParams | None:
+        return next((each for each in self._sharded if param in each.where), None)
+
     def attach(self) -> None:
         """Puts hooks on modules of units to which params were bound since the last call."""
         self._remove()
+        self._gatherer = self._domains[0].gatherer
         bound, every = self._gatherer.units, self._sharded
         where = {param: gathered for each in every for param, gathered in each.where.items()}
         needed: dict[nn.Module, list[Unit]] = {}
@@ -122,9 +126,12 @@ class Forward:
             self.params[plan.name] = tuple(map(domain.locals.of, plan.params))
             for module in plan.modules if plan.name in bound else ():
                 needed.setdefault(module, []).append(bound[plan.name])
-        self._units = {module: tuple(units) for module, units in needed.items()}
-        frozen = (param for each in every for shard in each.frozen for param in shard.bucket.outers)
-        self._frozen = {where[param].unit for param in frozen if param in where}
+        params = (param for each in every for shard in each.frozen for param in shard.bucket.outers)
+        frozen = {where[param].unit for param in params if param in where}
+        self._needs = {
+            module: _Needs(tuple(units), self._readables(module, units), module, not frozen.isdisjoint(units))
+            for module, units in needed.items()
+        }
         owned = {
             module: tuple(
                 dict.fromkeys(where[param].unit for param in module.parameters(recurse=False) if param in where)
@@ -136,7 +143,7 @@ class Forward:
             each.gather_for = call_while_alive(Forward.read, self, otherwise=False)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
         self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
-        for module in dict.fromkeys((*self._called, *self._units)):
+        for module in dict.fromkeys((*self._called, *self._needs)):
             if module not in self._called:  # ModuleTakeover calls pre_forward() for these, after it has bound params
                 hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
                 self._hooks.append(hook)
@@ -147,12 +154,22 @@ class Forward:
             self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._part_storages)))
             self._keeping.append(module.register_state_dict_post_hook(KeepingHook(every)))
 
+    def _readables(self, module: nn.Module, units: Sequence[Unit]) -> tuple[Readable, ...]:
+        """Returns what the code of a module reads of these units, one of which it may share with many modules."""
+        own = list(module.parameters())
+        found: list[Readable] = []
+        for each in self._sharded:
+            found += each.readables_of(
+                param for param in own if param in each.where and each.where[param].unit in units
+            )
+        return tuple(found)
+
     def _part_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Gives gathered params in a state dict storages of their own, as whole params have; see ``Bucket``."""
         for name in module._parameters:
             shown = state_dict.get(prefix + name)
             is_plain = type(shown) is torch.Tensor or is_dtensor(shown)
-            if shown is not None and is_plain and _lends_memory_to(self._owners.get(module, ()), shown):
+            if shown is not None and is_plain and _lend_memory(self._owners.get(module, ()), (shown,)):
                 state_dict[prefix + name] = shown_as(shown, with_own_storage(local_tensor(shown)))
 
     def _remove(self) -> None:
@@ -163,7 +180,7 @@ class Forward:
     @property
     def holds_params(self) -> bool:
         """True if params of the module are sharded."""
-        return bool(self._units) and not self.is_closed
+        return bool(self._needs) and not self.is_closed
 
     def note_dropped(self) -> None:
         """Leaves the slices to the model, since its optimizer is gone, and says so to whoever reads a param."""
@@ -185,32 +202,40 @@ class Forward:
         self, module: nn.Module, arguments: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Gathers the module's units: a call of the module begins. Returns the inputs if they were replaced."""
-        units = self._units.get(module, ())
-        if (units or module in self._called) and self._units and not self._gatherer.unsharded_contexts:
-            _check_no_transform()
-        if module in self._called:
-            self._runs = self._called[module]
-            self._end_interrupted()
-            if self._units and not self._running and not in_backward():
-                evaluates = not torch.is_grad_enabled()
-                self._begin_pass(Direction.EVALUATION if evaluates else Direction.FORWARD)
-        elif not units:  # a deep copy of a module has the module's hooks
+        needs, name = self._needs.get(module), self._called.get(module)
+        if needs is None and (name is None or not self._needs):  # a deep copy of a module has the module's hooks
             return None
-        if in_backward():  # activation checkpointing
+        in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing
+        has_graph = torch.is_grad_enabled()
+        if not self._gatherer.unsharded_contexts and torch._C._functorch.get_interpreter_stack():
+            _check_no_transform()
+        if name is not None:
+            self._runs = name
+            self._end_interrupted()
+            if not self._running and not in_backward:
+                self._begin_pass(Direction.FORWARD if has_graph else Direction.EVALUATION)
+        if in_backward:
             self._begin_backward()
         # A hook on the gradient of a param would notice a read that comes too late. A frozen param has no gradient, the
         # inputs of its call have.
-        checks = module not in self._called and torch.is_grad_enabled() and not self._frozen.isdisjoint(units)
+        checks = name is None and has_graph and needs is not None and needs.is_frozen
         own: set[Any] = set()  # nodes that no other call shares
         if checks:
             arguments = with_own_nodes(arguments, own)
             keywords = {name: with_own_nodes(each, own) for name, each in keywords.items()}
-        inputs = tensors_within((arguments, keywords) if keywords else arguments, 0) if torch.is_grad_enabled() else ()
-        starts = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        call = _ModuleCall(self, module, starts, own)
+        call = _ModuleCall(self, module, own)
+        if has_graph:
+            for tensor in tensors_within((arguments, keywords) if keywords else arguments, 0):
+                node = tensor.grad_fn
+                if node is not None:
+                    call.starts[node] = self._ends.get(node)
         self._running.append(call)
-        for unit in units:
-            self._need(call, unit)
+        if needs is not None:
+            for unit in needs.units:
+                self._gatherer.use(unit)
+                call.units[unit] = None
+            for readable in needs.readables:
+                call.show(readable)
         return (arguments, keywords) if checks else None
 
     def _begin_pass(self, direction: Direction) -> None:
@@ -221,35 +246,49 @@ class Forward:
         if self.before_gathers is not None:
             self.before_gathers(gathers)
 
-    def _need(self, call: _ModuleCall, unit: Unit) -> None:
-        self._gatherer.use(unit)
-        call.units = (*call.units, unit)
-        call.versions += [version for each in unit.buckets for version in each.bucket.versions()]
+    def _need(self, call: _ModuleCall, param: nn.Parameter) -> None:
+        """Gathers a param that a call reads although it is of no module of the call's."""
+        sharded = self._sharded_with(param)
+        assert sharded is not None
+        gathered = sharded.where[param]
+        if gathered.unit not in call.units:
+            self._gatherer.use(gathered.unit)
+            call.units[gathered.unit] = None
+        call.reads += 1
+        is_one_of_many = call.reads * READ_EACH < len(gathered.bucket.params)
+        for each in sharded.readables_of((param,)) if is_one_of_many else [gathered.bucket.whole]:
+            call.show(each)
 
     @holding("a forward")
     def _post_forward(self, module: nn.Module, arguments: Any, keywords: dict[str, Any], output: Any) -> Any:
-        at = next((at for at in reversed(range(len(self._running))) if self._running[at].module is module), None)
-        if at is None:
-            return None
-        self._end_calls(at + 1)  # the model's own code caught what ended them
-        call = self._running.pop()
+        running = self._running
+        if not running or running[-1].module is not module:
+            at = next((at for at in reversed(range(len(running))) if running[at].module is module), None)
+            if at is None:
+                return None
+            self._end_calls(at + 1)  # the model's own code caught what ended them
+        call = running.pop()
         call.place = None
         tensors = tensors_within(output)
-        if any(_lends_memory_to(call.units, each) for each in tensors):
+        if _lend_memory(call.units, tensors):
             # An output is a param or a view of one: without a copy it would be read after its memory is freed.
             output = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)
             tensors = tensors_within(output)
-        if call.units and torch.is_grad_enabled():
-            call.register_hooks(tensors)
-        written = next((param for param, version in call.versions if param._version != version), None)
-        call.versions = []
+        self._ends = call.register_hooks(tensors) if call.units and torch.is_grad_enabled() else {}
+        if not running:
+            self._ends = {}  # nodes keep what they saved
+        versions, call.versions = call.versions, []
         try:
-            if written is not None:
-                self._keep_written(module, written, call.units)
+            for readable, before in versions:
+                if readable.versions() != before:
+                    written = readable.written(before)
+                    assert written is not None
+                    self._keep_written(module, written, call.units)
+                    break
         finally:
             for unit in call.units:
                 self._gatherer.done(unit)
-            if module in self._called and not self._running and not in_backward():
+            if not running and module in self._called and not in_backward():
                 # After an error there is no output. In a join() the other ranks go on until they notice it.
                 self._gatherer.end_pass(completed=output is not None or self.before_gathers is not None)
         return output
@@ -260,7 +299,7 @@ class Forward:
         Raises:
             ReleasedError: other ranks have slices of the param, and may write something else.
         """
-        sharded = next((each for each in self._sharded if param in each.where), None)
+        sharded = self._sharded_with(param)
         if sharded is None or sharded.gatherer.unsharded_contexts:  # unsharded() writes all params back when it ends
             return
         if not self._gatherer.writes.is_alone:
@@ -301,6 +340,7 @@ class Forward:
             for unit in call.units:
                 self._gatherer.forget_uses(unit, 1)
         del self._running[start:]
+        self._ends = {}
 
     # -- reads outside of calls ------------------------------------------------------------------------------------
 
@@ -309,16 +349,20 @@ class Forward:
         """Gathers a resharded param for a call in the model's code, else returns False; see :class:`SliceKeeper`."""
         if self.is_closed:
             return False
-        unit = next(each.where[param].unit for each in self._sharded if param in each.where)
+        sharded = self._sharded_with(param)
+        assert sharded is not None
+        unit = sharded.where[param].unit
         self._end_interrupted()
         if self._running:
-            self._need(self._running[-1], unit)
+            self._need(self._running[-1], param)
         elif in_backward():  # a backward of the user's own, or a hook
             self._begin_backward()
             self._gatherer.use(unit)
+            self._gatherer.show(unit)
             self._using[unit] += 1
         elif is_read and (self._is_in_a_method() or is_called_by_pipeline()):
             self._gatherer.use(unit)
+            self._gatherer.show(unit)
             # No hook says when a backward comes to what was made of the param; there may be several. The same without
             # autograd: the guard would not notice the next read, which autograd saves, since the param is readable.
             self._gatherer.keep_shown(unit)
@@ -366,12 +410,14 @@ class Forward:
             other.end_backward()
         self._begin_backward()
         self._open.append(call)
-        units = call.units
-        for unit in units:
+        # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
+        is_counted = not torch.is_grad_enabled()
+        for unit in call.units:
             self._gatherer.use(unit)
-            # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
-            if not torch.is_grad_enabled():
+            if is_counted:
                 self._using[unit] += 1
+        for readable in call.readables:
+            readable.show()
 
     @holding("backward()")
     def post_backward(self, call: _ModuleCall) -> None:
@@ -395,6 +441,7 @@ class Forward:
     def _forget_calls(self) -> None:
         """Forgets calls whose end no hook reports: of ``torch.autograd.grad()``, or of an interrupted forward."""
         self._running.clear()
+        self._ends = {}
         self._forget_backward()
 
     def _forget_backward(self) -> None:
@@ -403,51 +450,115 @@ class Forward:
         self.backwards += 1  # so that what is left of these calls counts as another backward's
 
 
-def _lends_memory_to(units: Iterable[Unit], tensor: torch.Tensor) -> bool:
-    own = tensor if type(tensor) is torch.Tensor else local_tensor(tensor)
-    return any(each.bucket.lends_memory_to(own) for unit in units for each in unit.buckets)
+def _lend_memory(units: Iterable[Unit], tensors: Iterable[torch.Tensor]) -> bool:
+    """True if one of the tensors is a param of these units, or a view of one."""
+    for tensor in tensors:
+        own = tensor if type(tensor) is torch.Tensor else local_tensor(tensor)
+        if not torch._C._functorch.is_functorch_wrapped_tensor(own):  # in vmap() or grad() a tensor has no storage
+            storage = own.untyped_storage()._cdata
+            for unit in units:
+                for each in unit.buckets:
+                    if each.bucket.storage == storage:
+                        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What each call of a module needs.
+
+    Attributes:
+        is_frozen: a unit holds frozen params.
+    """
+
+    units: tuple[Unit, ...]
+    readables: tuple[Readable, ...]
+    module: nn.Module
+    is_frozen: bool
+
+
+class _NodeHook:
+    """The one hook on a node of the graph: where a call's output ends, and other calls begin with it."""
+
+    __slots__ = ("_arrived", "done")
+
+    def __init__(self, arrived: Callable[[], None] | None):
+        self._arrived = arrived
+        self.done: list[tuple[Callable[[int], None], int]] = []  # whose inputs the node is, with the number of each
+
+    def __call__(self, _: Any) -> None:
+        if self._arrived is not None:
+            self._arrived()
+        for done, number in self.done:
+            done(number)
 
 
 class _ModuleCall:
-    """One call of a module."""
+    """One call of a module.
 
-    def __init__(self, forward: Forward, module: nn.Module, starts: set[Any], own: Collection[Any]):
+    Attributes:
+        units: that are gathered for it.
+        readables: the params of these that its code reads.
+        versions: of these params, when the forward began to read them.
+        reads: how often its code read a param that is of no module of the call's.
+        place: of the call, until the forward ends.
+        starts: the nodes of its inputs from before the call, with their hooks, if they have some.
+    """
+
+    __slots__ = (
+        "__weakref__", "_backward", "_began", "_ended", "_forward", "_inputs", "_is_open", "_left", "_own", "_task",
+        "module", "place", "readables", "reads", "starts", "units", "versions",
+    )  # fmt: skip
+
+    def __init__(self, forward: Forward, module: nn.Module, own: Collection[Any]):
         """
         Args:
-            starts: the nodes of its inputs.
-            own: those of them that no other call shares. They show whether backward ran through this call.
+            own: nodes of inputs that no other call shares. They show whether backward ran through this call.
         """
         # Weak: hooks of the graph hold this call, and a loss that the user keeps must not keep the optimizer.
         self._forward, self.module, self._own = weakref.ref(forward), module, own
-        self.units: tuple[Unit, ...] = ()  # once they are gathered
-        self.versions: list[tuple[nn.Parameter, int]] = []  # versions of the params when the forward began
-        self.place = Place.of_hook()  # until the forward ends
-        self._starts = starts  # nodes of the inputs
-        self._inputs = len(starts)
-        self._left: set[int] = set()  # incomplete inputs
+        self.units: dict[Unit, None] = {}
+        self.readables: list[Readable] = []
+        self.versions: list[tuple[Readable, list[int]]] = []
+        self.reads = 0
+        self.place = Place.of_hook()
+        self.starts: dict[Any, _NodeHook | None] = {}
+        self._inputs, self._left = 0, set[int]()  # the number of all inputs; the incomplete ones
         self._is_open, self._backward = False, -1  # True from the first output to the last input, in this backward
         self._task = -1  # of autograd, that runs this backward
         self._began, self._ended = next(forward._moments), math.inf
 
-    def register_hooks(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Puts hooks on the nodes of the call's inputs and outputs, at the end of the call."""
-        nodes: list[Any] = [
-            node for each in outputs for node in (each.grad_fn, None if each._base is None else each._base.grad_fn)
-        ]
-        ends = dict.fromkeys(node for node in nodes if node is not None and node not in self._starts)
-        for node in ends:
-            node.register_prehook(self.output_arrived)
+    def show(self, readable: Readable) -> None:
+        """Lets the call's code read these params, which are gathered."""
+        readable.show()
+        self.readables.append(readable)
+        self.versions.append((readable, readable.versions()))
+
+    def register_hooks(self, outputs: Iterable[torch.Tensor]) -> dict[Any, _NodeHook]:
+        """Puts hooks on the nodes of the call's inputs and outputs, at its end. Returns those of the outputs."""
+        ends: dict[Any, _NodeHook] = {}
+        for each in outputs:
+            for node in (each.grad_fn, None if each._base is None else each._base.grad_fn):
+                if node is not None and node not in self.starts and node not in ends:
+                    ends[node] = _NodeHook(self.output_arrived)
+                    node.register_prehook(ends[node])
         for node in self._own:
             node.register_prehook(self._check_opened)
-        for number, node in enumerate(self._starts if ends else ()):
-            node.register_prehook(partial(self.input_done, number))
+        if ends:
+            self._inputs = len(self.starts)
+            for number, (node, hook) in enumerate(self.starts.items()):
+                if hook is None:
+                    hook = _NodeHook(None)
+                    node.register_prehook(hook)
+                hook.done.append((self.input_done, number))
         forward = self._forward()
         assert forward is not None
         self._ended = next(forward._moments)
         # The graph's hooks hold this call: the nodes would keep themselves alive in a cycle.
-        self._starts, self._own = set(), ()
+        self.starts, self._own = {}, ()
+        return ends
 
-    def output_arrived(self, _: Any) -> None:
+    def output_arrived(self) -> None:
         """Is called when the gradient of an output has arrived; for several outputs, one after the other."""
         forward = self._forward()
         if forward is None or forward.is_closed:
@@ -492,7 +603,7 @@ class _ModuleCall:
                 "were resharded, and gradients are wrong."
             )
 
-    def input_done(self, number: int, _: Any) -> None:
+    def input_done(self, number: int) -> None:
         """Is called when the gradient of an input is complete, once or twice."""
         forward = self._forward()
         if forward is not None and self._is_open and self._backward == forward.backwards and self._left:

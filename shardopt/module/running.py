@@ -14,7 +14,7 @@ from torch import nn
 MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Place:
     """The frame of a module's call, on the stack of a thread.
 

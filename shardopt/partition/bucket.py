@@ -10,6 +10,7 @@ from ..tensors.arriving_guard import GatherHandle, mark_arriving
 from ..tensors.strides import dense_strides, with_own_storage
 from ..tensors.unsharded_guard import released_class
 from .memory import Memory
+from .readable import Readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -45,11 +46,16 @@ class Bucket:
         self.params, self.outers = tuple(params), tuple(outers)
         self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
         self._present = list(range(len(self.params)))  # indices of params that were not removed
+        self._readables: dict[tuple[int, ...], Readable] = {}  # by the indices of their params
+        self._shown: list[Readable] = []  # those that may be read
+        self.whole = self.readable(tuple(self._present))
+        self.whole.show()
         self._gather_handle = GatherHandle()
         self.layout, self._is_resharded = layout, is_resharded
         first = params[0]
         self.memory = Memory(layout.numel, first.dtype, first.device)
         self.flat = self.memory.tensor  # 1D; padding stays zero
+        self.storage = self.flat.untyped_storage()._cdata  # the storage of ``flat``, and of all params
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
         try:
             self._adopt_params(fresh, is_resharded)
@@ -96,8 +102,9 @@ class Bucket:
 
     def guard(self) -> None:
         """Guards params: a read of one is an error."""
-        for index in self._present:
-            self.outers[index].__class__ = self._classes[index][1]
+        for each in self._shown:
+            each.hide()
+        self._shown.clear()
 
     def allocate(self, freed: Memory | None = None) -> None:
         """Allocates the memory again, perhaps at another address; it holds anything. See :meth:`Memory.allocate`."""
@@ -105,8 +112,14 @@ class Bucket:
 
     def unguard(self) -> None:
         """Lets params be read: their values are whole."""
-        for index in self._present:
-            self.outers[index].__class__ = self._classes[index][0]
+        self.whole.show()
+
+    def readable(self, indices: tuple[int, ...]) -> Readable:
+        """Returns these params as some that code may read together."""
+        if indices not in self._readables:
+            every = [(self.params[at], self.outers[at], *self._classes[at]) for at in indices]
+            self._readables[indices] = Readable(every, self._shown)
+        return self._readables[indices]
 
     def start_arriving(self, wait: Callable[[], None]) -> None:
         """Guards params whose values are under way: the first call that needs some of them calls ``wait``."""
@@ -116,7 +129,8 @@ class Bucket:
 
     def end_arriving(self) -> None:
         """Lets params be read without a wait: their values have arrived."""
-        self.unguard()
+        for index in self._present:
+            self.outers[index].__class__ = self._classes[index][0]
         self._gather_handle.wait = None
 
     @property
@@ -125,25 +139,18 @@ class Bucket:
         params, alone = (self.params[index] for index in self._present), _uses(_ALONE)
         return any(_uses(param) > alone for param in params if param.numel())
 
-    def versions(self) -> list[tuple[torch.nn.Parameter, int]]:
-        """Returns each param with its version counter. The bucket must be allocated."""
-        return [(self.params[index], self.params[index]._version) for index in self._present]
-
     def remove_param(self, outer: torch.nn.Parameter) -> None:
         """Gives one of ``outers`` a storage of its own; its place stays empty. The bucket must be allocated."""
         place = next(index for index in self._present if self.outers[index] is outer)
         self._give_storage(place)
         self._present.remove(place)
+        for indices, each in self._readables.items():
+            if place in indices:
+                each.remove(outer)
 
     def _give_storage(self, index: int) -> None:
         with torch.no_grad():
             self._point(index, self.params[index].detach().clone(memory_format=torch.preserve_format))
-
-    def lends_memory_to(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is a param of this bucket, or a view of one."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside of vmap() or grad(): it has no storage
-            return False
-        return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
 
     @property
     def holders(self) -> int:
@@ -154,6 +161,7 @@ class Bucket:
         """Moves the params to new memory, without their values. Other views keep the old memory."""
         self.memory = Memory(self.layout.numel, self.dtype, self.device)
         self.flat = self.memory.tensor
+        self.storage = self.flat.untyped_storage()._cdata
         with torch.no_grad():
             for index in self._present:
                 self._point(index, self.view(self.flat, index, self.params[index]))

@@ -100,21 +100,31 @@ class Gatherer:
     def use(self, unit: Unit) -> None:
         """Gathers a unit that a forward or a backward needs now, and the units that the schedule gathers ahead.
 
-        Its params may be read until ``done`` was called as often. After an error in ``use``, do not call ``done``.
+        It stays, and its params may be shown, until ``done`` was called as often. After an error in ``use``, do not
+        call ``done``.
         """
         self._advance_to(unit)
-        self.need(unit)
-        self._give_pages_back()
+        self._gather_now(unit)
+        if self._freed:
+            self._give_pages_back()
 
     def need(self, unit: Unit) -> None:
-        """Gathers a unit like ``use``, outside of the order of uses that ranks compare."""
-        self.writes.after_writes()
+        """Gathers a unit like ``use``, outside of the order of uses that ranks compare, and shows all of it."""
+        self._gather_now(unit)
+        self.show(unit)
+
+    def _gather_now(self, unit: Unit) -> None:
+        if self.writes.written:
+            self.writes.after_writes()
         self._unshard(unit)
-        self._wait_for_unshard(unit)
-        if not unit.is_needed:
-            for each in unit.buckets:
-                each.bucket.unguard()
+        if unit.state is not UnitState.UNSHARDED:
+            self._wait_for_unshard(unit)
         unit.users += 1  # last: after an error the unit has no user
+
+    def show(self, unit: Unit) -> None:
+        """Lets all params of a unit in use be read."""
+        for each in unit.buckets:
+            each.bucket.whole.show()
 
     def need_all(self, units: Iterable[Unit]) -> None:
         """Calls ``need`` for all of them; after an error for none."""
@@ -136,12 +146,13 @@ class Gatherer:
         """
         unit.users -= 1
         assert unit.users >= 0
-        if unit.is_needed:
+        if unit.users or unit.stays_shown:
             return
         if not reshard:
             # A use that ends after those of other units counts again: the schedule holds the unit.
             self._advance_to(unit)
-            self._give_pages_back()
+            if self._freed:
+                self._give_pages_back()
         if reshard:
             self._reshard(unit)
         else:
@@ -194,7 +205,8 @@ class Gatherer:
     def _unshard(self, unit: Unit) -> None:
         """Starts to gather a unit."""
         self._gathered[unit] = self._gathered.pop(unit, None)  # now the most recently used
-        unit.is_pinned |= self.keeps_until_step(unit)
+        if self._outlives_backward:
+            unit.is_pinned |= self.keeps_until_step(unit)
         if unit.state is not UnitState.SHARDED:
             return
         gathering = unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
@@ -248,7 +260,8 @@ class Gatherer:
         self._freed.clear()
 
     def _reshard(self, unit: Unit, keeps_pages: bool = False) -> None:
-        self._wait_for_unshard(unit)  # other ranks, or the backend, may write to the memory until then
+        if unit.state is UnitState.UNSHARDING:  # other ranks, or the backend, may write to the memory until then
+            self._wait_for_unshard(unit)
         if unit.state is UnitState.SHARDED:
             return
         unit.state = UnitState.SHARDED
@@ -261,8 +274,8 @@ class Gatherer:
     def _reshard_all_but(self, names: Iterable[str], keeps_pages: bool = False) -> None:
         """Reshards the units that are not in use, but for those of these names."""
         stays = frozenset(names)
-        for unit in list(self._gathered):
-            if unit.may_go and unit.name not in stays:
+        for unit in [unit for unit in self._gathered if unit.name not in stays]:
+            if unit.may_go:
                 self._reshard(unit, keeps_pages)
 
     def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:

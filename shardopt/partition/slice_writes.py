@@ -25,11 +25,12 @@ class SliceWrites:
 
     Attributes:
         transports: in one order on all ranks.
+        written: those of slices that some ranks may not have written yet.
     """
 
     def __init__(self) -> None:
         self.transports: list[Transport] = []
-        self._written: set[Transport] = set()  # of slices that some ranks may not have written yet
+        self.written: set[Transport] = set()
 
     @property
     def is_alone(self) -> bool:
@@ -38,14 +39,14 @@ class SliceWrites:
 
     def before_write(self, transport: Transport) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""
-        if transport not in self._written:
+        if transport not in self.written:
             transport.barrier("waiting for ranks that still gather params")
-            self._written.add(transport)
+            self.written.add(transport)
 
     def after_writes(self) -> None:
         """Collective if slices were written: waits until every rank has written its own."""
-        if self._written:
-            written, self._written = self._written, set()
+        if self.written:
+            written, self.written = self.written, set()
             for each in self.transports:
                 if each in written:
                     each.barrier("waiting for params that were written")
