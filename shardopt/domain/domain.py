@@ -359,7 +359,7 @@ class Domain:
         Raises:
             OffloadError: it cannot be opened.
         """
-        return self.store_for(self.device)
+        return self.store_for(self.device) if self._store is None else self._store
 
     def store_for(self, device: torch.device) -> Store:
         """Returns ``store``; params of this device may be the first to be bound."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,6 +92,7 @@ class Shard:
         self.format: Format = dtype_format(bucket.dtype, "a param")
         self.formats = formats
         self.masters = ("master",) if formats.master is not None else ()
+        self._known_planes: dict[tuple[str, ...], dict[str, Plane]] = {}  # by what :meth:`_planes` was asked for
         self.unmatched_masters: dict[int, torch.Tensor] = {}
         self.loaded_masters: dict[int, bool] = {}
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
@@ -136,10 +137,13 @@ class Shard:
             return self.formats.master
         return self.formats.states[name]
 
-    def _planes(self, names: Iterable[str]) -> dict[str, Plane]:
+    def _planes(self, names: Iterable[str]) -> Mapping[str, Plane]:
         """The streams in which "master" and states are kept."""
-        planes: dict[str, Plane] = {}
-        for name in names:
+        wanted = tuple(names)
+        if wanted in self._known_planes:  # each step asks for those of its rule
+            return self._known_planes[wanted]
+        planes = self._known_planes[wanted] = {}
+        for name in wanted:
             format = self.format_of(name)
             planes[name] = Plane(format.dtype)
             if isinstance(format, BlockFormat):

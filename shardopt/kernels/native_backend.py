@@ -44,12 +44,12 @@ def run(spec: Spec, number: int, streams: Streams, tables: Tables) -> None:
     small = [gradients.row_of_block, gradients.rows, scalars]
     there = [streams.param, streams.master, *streams.states, *streams.scales, products]
     arguments = [
-        *(table.data_ptr() for table in small),
+        *[table.data_ptr() for table in small],
         0 if noise is None else noise.data_ptr(),
         np.float32(factors.unscale),
         np.float32(factors.clip),
         int(ties),
-        *(each.data_ptr() for each in there if each is not None),
+        *[each.data_ptr() for each in there if each is not None],
     ]
     if totals is None:
         run_over_blocks(lambda first, last: kernel(first, last, *arguments), gradients.num_blocks)

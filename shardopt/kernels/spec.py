@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from .formats import FP32
@@ -85,26 +86,33 @@ class Spec:
         object.__setattr__(self, "states", self.states or (FP32,) * len(self.names))
         assert len(self.states) == len(self.names)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # each launch looks for its kernel by it
+        return hash((self.passes, self.param, self.grad, self.master, self.states))
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the states."""
         return self.passes[0].states
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[str, ...]:
         """The columns of the table of scalars."""
         return self.passes[0].scalars
 
-    @property
+    @cached_property
     def has_master(self) -> bool:
         return self.param is not FP32 and self.master is not None
 
-    @property
+    @cached_property
     def needs_noise(self) -> bool:
         """True unless everything is rounded to nearest."""
         return any(each.rounding != "nearest" for each in (self.param, *self.states))
 
-    @property
+    @cached_property
     def has_product(self) -> bool:
         """True if the kernels take a table of products, see :mod:`.products`."""
         return bool(self.passes[0].products)

@@ -47,13 +47,14 @@ class ModuleHook:
     torch.compile omits the hook from its graphs: the hook communicates with other ranks.
     """
 
-    def __init__(self, method: Callable[..., Any]):
-        self._method = weakref.WeakMethod(method)
+    def __init__(self, method: Any):
+        """``method``: bound to its object."""
+        self._owner, self._function = weakref.ref(method.__self__), method.__func__
 
     @_uncompiled
     def __call__(self, *arguments: Any) -> Any:
-        method = self._method()
-        return None if method is None else method(*arguments)
+        owner = self._owner()
+        return None if owner is None else self._function(owner, *arguments)
 
     def __reduce__(self) -> Any:
         return _no_hook, ()

@@ -137,11 +137,13 @@ class Store(Protocol):
     Attributes:
         tier: "device", "host" or "disk".
         is_final: True if a write cannot be rolled back, so that ranks take no vote.
+        moves: True if streams come from elsewhere, and go back; False if a fetch is a view.
         note: a remark for the user on how updates run; None: nothing to say.
     """
 
     tier: str
     is_final: bool = True
+    moves: bool = True
     note: str | None = None
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
@@ -247,6 +249,8 @@ class ResidentStorage:
 
 class ResidentStore(Store):
     """A store in memory: streams lie where the update runs."""
+
+    moves = False
 
     def __init__(self, tier: str, zeros: Callable[[int, torch.dtype, torch.device], torch.Tensor]):
         """``zeros(numel, dtype, device)`` makes a stream."""

@@ -232,8 +232,9 @@ class Gatherer:
             return
         assert unit.gathering is not None
         try:
-            with self.waiting(unit.display_name):
-                unit.gathering.finish()
+            if unit.gathering.ends:  # none on one rank
+                with self.waiting(unit.display_name):
+                    unit.gathering.finish()
         except BaseException as error:
             # The memory is not freed: what other ranks have sent may still arrive there.
             unit.gathering, unit.state = None, UnitState.SHARDED
@@ -248,11 +249,13 @@ class Gatherer:
 
     def _pages_for(self, bucket: Bucket) -> Memory | None:
         """Takes what was freed for this use: the bucket's own pages, or if possible those of one of its size."""
+        if not self._freed:
+            return None
         if bucket.memory in self._freed:  # if it stayed in the list, another bucket would take pages that are in use
             self._freed.remove(bucket.memory)
             return bucket.memory
         alike = next((at for at, each in enumerate(self._freed) if each.nbytes == bucket.nbytes), 0)
-        return self._freed.pop(alike) if self._freed else None
+        return self._freed.pop(alike)
 
     def _give_pages_back(self) -> None:
         for each in self._freed:

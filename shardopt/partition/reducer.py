@@ -285,7 +285,7 @@ class Reducer:
         self._reducing[reduction] = buffer, number
         with label("reduce bucket", number):
             self._reduce_scatter.start(reduction)
-        while self._may_wait and self._is_much_under_way():
+        while len(self._reducing) > BUCKETS_UNDER_WAY and self._may_wait and self._is_much_under_way():
             self._drain(len(self._reducing) - 1)
 
     def _drain(self, limit: int) -> None:
@@ -304,7 +304,7 @@ class Reducer:
 
     def _is_much_under_way(self) -> bool:
         nbytes = sum(buffer.memory.nbytes for buffer, _ in self._reducing.values())
-        return len(self._reducing) > BUCKETS_UNDER_WAY and nbytes > BYTES_UNDER_WAY
+        return nbytes > BYTES_UNDER_WAY
 
     def _recycle(self, ended: Sequence[Reduction]) -> None:
         for reduction in ended:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Use:
     ahead: tuple[str, ...] = ()
     reshard: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def here(self) -> tuple[str, ...]:
         """The units that are gathered, or on their way, during this use."""
         return self.unit, *self.held, *self.ahead

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,7 +96,7 @@ class Unit:
     called: str = ""
     gathering: AllGather | None = None
 
-    @property
+    @cached_property
     def display_name(self) -> str:
         """The name for messages and profilers."""
         return self.name or "the params of the model itself"

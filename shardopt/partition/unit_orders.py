@@ -47,7 +47,10 @@ class ModelPass:
 
     def find(self, unit: Unit) -> int | None:
         """Returns the position of this unit's next use; None if the schedule has none."""
-        return next((at for at in range(self.at, len(self.uses)) if self.uses[at].unit == unit.name), None)
+        for at in range(self.at, len(self.uses)):  # nearly always the first
+            if self.uses[at].unit == unit.name:
+                return at
+        return None
 
 
 class UnitOrders:

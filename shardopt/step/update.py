@@ -92,7 +92,7 @@ def chunks_of(shard: Shard, states: Iterable[str], launches: Sequence[Launch]) -
     """
     shard.ensure_states(states)
     launches = [launch.divided() for launch in launches]
-    names = dict.fromkeys(name for launch in launches for name in launch.spec.names)
+    names = dict.fromkeys([name for launch in launches for name in launch.spec.names])
     rows = [row for launch in launches for row in launch.updates]
     return [_chunk_update(shard, chunk, launches) for chunk in shard.chunks(names, [shard.pieces[row] for row in rows])]
 
@@ -102,19 +102,20 @@ def _chunk_update(shard: Shard, chunk: Chunk, launches: list[Launch]) -> ChunkUp
     runs = [
         None if launch.is_on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop) for launch in launches
     ]
-    moved = tuple(run.values for each in runs if each is not None for run in each)
-    writes_params = any(launch.part.writes_param for launch in launches)
-    written = _written(shard, chunk, launches) if updates_on_host and writes_params else ()
+    moved = tuple([run.values for each in runs if each is not None for run in each])
+    writes_params = updates_on_host and any(launch.part.writes_param for launch in launches)
+    written = _written(shard, chunk, launches) if writes_params else ()
     chunk = replace(chunk, gradients=moved, written=written, unwritten=_unwritten(chunk, launches))
     return ChunkUpdate(chunk, launches, runs)
 
 
 def _unwritten(chunk: Chunk, launches: Sequence[Launch]) -> frozenset[str]:
     """Returns the streams that a pass of a rule reads only."""
-    written = {name for launch in launches for name in launch.part.written}
-    written |= {scales_name(name) for name in written}
-    if any(launch.part.writes_param for launch in launches):
-        written |= {"master", "param"}
+    written: set[str] = set()
+    for part in {launch.part for launch in launches}:
+        written.update(part.written, map(scales_name, part.written))
+        if part.writes_param:
+            written |= {"master", "param"}
     return frozenset(chunk.names) - written
 
 
@@ -371,14 +372,23 @@ def _upon(each: ChunkUpdate, update: torch.Tensor) -> ChunkUpdate:
 def update_chunks(domain: Domain, chunks: Iterable[ChunkUpdate], factors: Factors) -> None:
     """Fetches each chunk, updates it, and writes it back."""
     store, clock = domain.store, domain.clock
+    if not store.moves:  # what lies in memory takes no time of its own
+        with clock.phase("update"):
+            for each in chunks:
+                _update_chunk(each, store.fetch(each.chunk), factors)
+        return
     for each in chunks:
         with clock.phase("fetch"):
             fetched = store.fetch(each.chunk)
         with clock.phase("update"), beside_a_gpu() if each.chunk.home.updates_on_host else nullcontext():
-            for launch, gradients in zip(each.launches, each.tables(fetched), strict=True):
-                _launch(launch, each, fetched, gradients, factors)
+            _update_chunk(each, fetched, factors)
         with clock.phase("write back"):
             store.write_back(each.chunk)
+
+
+def _update_chunk(each: ChunkUpdate, fetched: Fetched, factors: Factors) -> None:
+    for launch, gradients in zip(each.launches, each.tables(fetched), strict=True):
+        _launch(launch, each, fetched, gradients, factors)
 
 
 def _update_together(

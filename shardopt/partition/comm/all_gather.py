@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,7 @@ class Window:
     def shard(self, rank: int) -> torch.Tensor:
         return self.flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
-    @property
+    @cached_property
     def nbytes_received(self) -> int:
         return (self.flat.numel() - self.shard_numel) * self.flat.element_size()
 
