@@ -191,7 +191,8 @@ class Backward(RoundGradients):
     @property
     def is_open(self) -> bool:
         """True if a round is open."""
-        return self.is_bound and self._reducer.is_open
+        reducer = self._domain.reducer
+        return reducer is not None and reducer.is_open
 
     @property
     def is_bound(self) -> bool:

@@ -129,7 +129,7 @@ class Forward:
         params = (param for each in every for shard in each.frozen for param in shard.bucket.outers)
         frozen = {where[param].unit for param in params if param in where}
         self._needs = {
-            module: _Needs(tuple(units), self._readables(module, units), module, not frozen.isdisjoint(units))
+            module: _Needs(tuple(units), self._readables(module, units), _devices(units), not frozen.isdisjoint(units))
             for module, units in needed.items()
         }
         owned = {
@@ -231,6 +231,7 @@ class Forward:
                     call.starts[node] = self._ends.get(node)
         self._running.append(call)
         if needs is not None:
+            call.devices = needs.devices
             for unit in needs.units:
                 self._gatherer.use(unit)
                 call.units[unit] = None
@@ -254,6 +255,7 @@ class Forward:
         if gathered.unit not in call.units:
             self._gatherer.use(gathered.unit)
             call.units[gathered.unit] = None
+            call.devices |= _devices((gathered.unit,))
         call.reads += 1
         is_one_of_many = call.reads * READ_EACH < len(gathered.bucket.params)
         for each in sharded.readables_of((param,)) if is_one_of_many else [gathered.bucket.whole]:
@@ -450,6 +452,10 @@ class Forward:
         self.backwards += 1  # so that what is left of these calls counts as another backward's
 
 
+def _devices(units: Iterable[Unit]) -> frozenset[torch.device]:
+    return frozenset(each.bucket.device for unit in units for each in unit.buckets)
+
+
 def _lend_memory(units: Iterable[Unit], tensors: Iterable[torch.Tensor]) -> bool:
     """True if one of the tensors is a param of these units, or a view of one."""
     for tensor in tensors:
@@ -473,7 +479,7 @@ class _Needs:
 
     units: tuple[Unit, ...]
     readables: tuple[Readable, ...]
-    module: nn.Module
+    devices: frozenset[torch.device]
     is_frozen: bool
 
 
@@ -498,6 +504,7 @@ class _ModuleCall:
 
     Attributes:
         units: that are gathered for it.
+        devices: of these units.
         readables: the params of these that its code reads.
         versions: of these params, when the forward began to read them.
         reads: how often its code read a param that is of no module of the call's.
@@ -507,7 +514,7 @@ class _ModuleCall:
 
     __slots__ = (
         "__weakref__", "_backward", "_began", "_ended", "_forward", "_inputs", "_is_open", "_left", "_own", "_task",
-        "module", "place", "readables", "reads", "starts", "units", "versions",
+        "devices", "module", "place", "readables", "reads", "starts", "units", "versions",
     )  # fmt: skip
 
     def __init__(self, forward: Forward, module: nn.Module, own: Collection[Any]):
@@ -518,6 +525,7 @@ class _ModuleCall:
         # Weak: hooks of the graph hold this call, and a loss that the user keeps must not keep the optimizer.
         self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: dict[Unit, None] = {}
+        self.devices = frozenset[torch.device]()
         self.readables: list[Readable] = []
         self.versions: list[tuple[Readable, list[int]]] = []
         self.reads = 0
@@ -578,11 +586,7 @@ class _ModuleCall:
 
         The order says nothing about a backward within a backward, and about the thread of another device.
         """
-        return self._began > other._ended and self._task == other._task and self._devices == other._devices
-
-    @property
-    def _devices(self) -> set[torch.device]:
-        return {each.bucket.device for unit in self.units for each in unit.buckets}
+        return self._began > other._ended and self._task == other._task and self.devices == other.devices
 
     def end_backward(self) -> None:
         """Ends the call's backward."""

@@ -9,6 +9,7 @@ each param's norms, and ``param.grad`` becomes a part. When rounds begin and end
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,8 +140,9 @@ class RoundGradients:
                 if read is not None:
                     last_used(read)  # the stream of the first hook is not the one that allocated it
         self._reducer.start_round(held, absent, self._stage)
+        num_awaited = self._reducer.num_awaited
         for arrivals in self._arrivals.values():
-            arrivals.begin(self._reducer.num_awaited(arrivals.shard.number))
+            arrivals.begin(num_awaited(arrivals.shard.number))
         self._late_buckets = frozenset()
 
     def _is_reduced(self, entry: ParamRecord) -> bool:
@@ -149,7 +151,7 @@ class RoundGradients:
 
     def _hand_over(self, arrivals: Arrivals) -> None:
         """Delivers the gradients of a bucket that rest, and counts those that are still missing."""
-        grads, number = arrivals.take(), arrivals.shard.number
+        grads, number, reducer = arrivals.take(), arrivals.shard.number, self._reducer
         if grads is None:
             with on_stream(arrivals.stream):
                 for entry in arrivals.entries:
@@ -157,8 +159,8 @@ class RoundGradients:
                         self._deliver(entry)
         elif grads:
             with on_stream(arrivals.stream):
-                self._reducer.deliver(number, grads, arrivals.shard.all_strides)
-        arrivals.missing = self._reducer.num_awaited(number)
+                reducer.deliver(number, grads, arrivals.shard.all_strides)
+        arrivals.missing = reducer.num_awaited(number)
 
     def _check_here(self, entry: ParamRecord) -> None:
         """Raises ShardoptError if a gradient arrives of a param whose values were released."""
@@ -207,7 +209,8 @@ class RoundGradients:
         present, late = np.zeros(len(self.entries), dtype=bool), np.zeros(len(self.entries), dtype=bool)
         for shard, numbers in self._numbers.items():
             present[numbers] = reducer.arrived(shard.number)
-            late[numbers] = reducer.late(shard.number)
+            if reducer.has_late(shard.number):
+                late[numbers] = reducer.late(shard.number)
         return GradientFlags(present, held, late)
 
     def _deliver_rest(self) -> np.ndarray[Any, Any]:
@@ -306,10 +309,9 @@ class RoundGradients:
         self.found_nonfinite = bool(counts.any())
         shown = np.flatnonzero(report.present | report.held)
         measured = np.zeros(len(self.entries), dtype=bool)
-        for arrivals in self._arrivals.values():
-            number = arrivals.shard.number
-            if self._reducer.reduces(number, self._stage) or number in self._late_buckets:
-                measured[self._numbers[arrivals.shard]] = True
+        for shard, numbers in self._numbers.items():
+            if self._reducer.reduces(shard.number, self._stage) or shard.number in self._late_buckets:
+                measured[numbers] = True
         rounds, slices = self._reducer.rounds, list[GradientSlice]()
         for number, is_held in zip(shown.tolist(), report.held[shown].tolist(), strict=True):
             entry = self.entries[number]
@@ -324,7 +326,8 @@ class RoundGradients:
             slices += (gradient_slice,)
             if is_held:
                 continue
-            if entry.outer is entry.param and gradient_slice.has_part_alone:
+            # A part that only the slice refers to can show another gradient: the other reference is the call's.
+            if entry.outer is entry.param and getrefcount(gradient_slice.part) == 2:
                 entry.param.grad = gradient_slice.part
             else:
                 entry.show_gradient(GradientPart(gradient_slice, entry.param))

@@ -110,10 +110,6 @@ class Bucket:
         """Allocates the memory again, perhaps at another address; it holds anything. See :meth:`Memory.allocate`."""
         self.memory.allocate(freed)
 
-    def unguard(self) -> None:
-        """Lets params be read: their values are whole."""
-        self.whole.show()
-
     def readable(self, indices: tuple[int, ...]) -> Readable:
         """Returns these params as some that code may read together."""
         if indices not in self._readables:
@@ -230,7 +226,7 @@ class Bucket:
     def release(self) -> None:
         """Gives every param a storage of its own again; params of a freed bucket have no values and keep none."""
         if not self.memory.is_allocated:
-            self.unguard()
+            self.whole.show()
         if self._gather_handle.wait is not None:  # it will never arrive: another rank died
             self.end_arriving()
         for index in self._present:

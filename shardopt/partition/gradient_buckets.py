@@ -182,10 +182,7 @@ class GradientBucket:
         self.offsets, self.buffer_numel = layout.offsets, layout.numel
         self._slice_numel = layout.shard_numel
         self._code = None if make_code is None else make_code(layout)
-
-    @property
-    def num_params(self) -> int:
-        return len(self.offsets) - 1
+        self.num_params = len(self.offsets) - 1
 
     def reduction(self, buffer: torch.Tensor, add: bool, arrived: AbstractSet[int]) -> Reduction:
         """Returns the reduction of a full buffer over the first direction of the mesh.

@@ -20,9 +20,8 @@ of their own, and leaves the others' sums as they are. A gradient that comes for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -202,27 +201,26 @@ class Reducer:
             grads: by index in the bucket; of the params' shapes, any float dtype.
             strides: of each of the bucket's params; the buffer has their storage order.
         """
-        with self._until_left(), torch.no_grad():
-            self._deliver(number, grads, strides)
+        try:
+            with torch.no_grad():
+                self._deliver(number, grads, strides)
+        except RankLeft as error:
+            self._note_left(error)
 
     def num_awaited(self, number: int) -> int:
         """How many gradients bucket ``number`` waits for in this round."""
         filling = self._filling[number]
         return 0 if filling.started else len(filling.awaited - filling.arrived)
 
-    @contextmanager
-    def _until_left(self) -> Iterator[None]:
-        """A context in mid-backward that keeps the error of a rank that left, which ``finish`` raises.
+    def _note_left(self, error: RankLeft) -> None:
+        """Keeps the error of a rank that left in mid-backward, which ``finish`` raises.
 
         A wait that failed is raised at once: the next one would only say that the group is not to be used. Test:
         test_another_order_is_an_error_on_all_ranks in tests/partition/test_ranks_apart.py. The news that a rank left
         would take the place of the error by which this rank may be about to leave itself, and a script that skips a
         batch after its own error would lose the rank. Test: test_own_errors_win in tests/partition/test_own_errors.py.
         """
-        try:
-            yield
-        except RankLeft as error:
-            self._left = self._left or error
+        self._left = self._left or error
 
     def _deliver(self, number: int, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> None:
         if self._left is not None:
@@ -266,17 +264,25 @@ class Reducer:
         return True
 
     def _acquire_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
-        pool = self._pool.setdefault(bucket.dtype, [])
-        if not any(buffer.memory.numel() >= bucket.buffer_numel for buffer in pool):
+        found = self._pooled_buffer(bucket)
+        if found is None:
             self._drain(BUCKETS_UNDER_WAY - 1)
-        for index, buffer in enumerate(pool):
-            if buffer.memory.numel() >= bucket.buffer_numel:
-                return pool.pop(index)
+            found = self._pooled_buffer(bucket)
+        if found is not None:
+            return found
         # A bucket of one param seldom needs a buffer: its gradient is the buffer.
         sizes = [each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype and each.num_params > 1]
         largest = max([bucket.buffer_numel, *sizes])
         # Padding is never read, so it may hold anything.
         return ReductionBuffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
+
+    def _pooled_buffer(self, bucket: GradientBucket) -> ReductionBuffer | None:
+        """Takes a buffer that is large enough from the pool, if it has one."""
+        pool = self._pool.get(bucket.dtype, [])
+        for index, buffer in enumerate(pool):
+            if buffer.memory.numel() >= bucket.buffer_numel:
+                return pool.pop(index)
+        return None
 
     def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool, arrived: AbstractSet[int]) -> None:
         """Starts a reduction. The current stream has joined the buffer."""
@@ -318,8 +324,10 @@ class Reducer:
 
     def start_completed(self) -> None:
         """Starts the reductions of the buckets that await nothing, in their order."""
-        with self._until_left():
+        try:
             self._start_completed()
+        except RankLeft as error:
+            self._note_left(error)
 
     def _start_completed(self) -> None:
         while self._left is None and self._started < len(self._round_order):
@@ -387,16 +395,20 @@ class Reducer:
                 continue
             if self._pipeline_stage not in self._ordered:
                 seen.clear()
-            seen |= filling.arrived | filling.late.keys() | filling.passed_over
+            seen.update(filling.arrived, filling.late, filling.passed_over)
 
     def arrived(self, number: int) -> Flags:
         """1D [params] bool: True if this rank had a gradient of the bucket's param in this round."""
         filling = self._filling[number]
-        return _flags(filling.arrived | filling.late.keys(), self.buckets[number].num_params)
+        return _flags(filling.arrived.union(filling.late), self.buckets[number].num_params)
 
     def late(self, number: int) -> Flags:
         """1D [params] bool: True if this rank has one that arrived after the bucket was reduced."""
-        return _flags(self._filling[number].late.keys(), self.buckets[number].num_params)
+        return _flags(self._filling[number].late, self.buckets[number].num_params)
+
+    def has_late(self, number: int) -> bool:
+        """True if this rank has a gradient that arrived after the bucket was reduced."""
+        return bool(self._filling[number].late)
 
     def finish_late(self, numbers: Sequence[int]) -> None:
         """Reduces these buckets once more, for gradients that arrived late on any rank.
@@ -499,7 +511,8 @@ class Reducer:
 
 
 def _flags(indices: Collection[int], num_params: int) -> Flags:
-    flags = np.full(num_params, len(indices) == num_params)
-    if 0 < len(indices) < num_params:
-        flags[list(indices)] = True
+    if len(indices) == num_params:
+        return np.ones(num_params, dtype=bool)
+    flags = np.zeros(num_params, dtype=bool)
+    flags[list(indices)] = True
     return flags

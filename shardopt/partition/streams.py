@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+_HERE = nullcontext()
+
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Returns the stream on which this thread computes; None on a CPU."""
@@ -34,7 +36,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """A context in which this thread computes on a stream of its device; None: on the current one."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    return _HERE if stream is None else torch.cuda.stream(stream)
 
 
 class StreamUses:

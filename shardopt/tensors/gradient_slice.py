@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -93,12 +92,6 @@ class GradientSlice:
         """Records that the norms in the table are those of what the user may have written until now."""
         if self._lent is not None:
             self._lent_version = self._lent._version
-
-    @property
-    def has_part_alone(self) -> bool:
-        """True if nothing else refers to the part, so that it can show another gradient."""
-        # One reference of this object's, one of the call's; None has many.
-        return sys.getrefcount(self.part) == 2
 
     def divide(self) -> None:
         """Makes ``total`` the mean: divides once and rounds once, as a kernel that divides on reading does."""
