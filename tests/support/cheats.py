@@ -17,7 +17,6 @@ from shardopt.kernels import native_backend
 from shardopt.kernels.tables import Tables
 from shardopt.optim.like import recipe
 from shardopt.partition.comm import reduce_scatter as scatter
-from shardopt.partition.comm import reduce_scatter_p2p as message_scatter
 from shardopt.partition.comm import reduce_scatter_peer as neighbour_scatter
 from shardopt.partition.comm.all_gather import AllGather
 from shardopt.partition.comm.transport import Transport
@@ -132,7 +131,7 @@ class SummingBy:
     """Another sum in place of ours, whichever way gradients travel."""
 
     def __init__(self, cheat: Any):
-        self._patches = [patch.object(each, "sum_into", cheat) for each in (message_scatter, neighbour_scatter)]
+        self._patches = [patch.object(each, "sum_into", cheat) for each in (scatter, neighbour_scatter)]
 
     def __enter__(self) -> None:
         for each in self._patches:
