@@ -134,6 +134,8 @@ class Engine(Bindings):
         takeover = ModuleTakeover(module, has_parts, before_forward, before_evaluation, groups, _takeovers)
         try:
             takeover.check_covers(self.groups)
+            if self.options.precision is not None:
+                takeover.cast_as(self.options.precision)
         except BindingError:
             # Who keeps the error, as a notebook does, keeps the engine, and the hooks would go on running. Test:
             # refused_before_training.

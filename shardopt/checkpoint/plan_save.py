@@ -271,7 +271,7 @@ def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, wid
     key, where = TensorKey("params", member.box_name, kind), shard.slice_of(member.index)
     first, last = own_part(where.local.stop - where.local.start, member.domain.mesh)
     format = None if kind == "param" or widens else shard.format_of(kind)
-    dtype = member.param.dtype if kind == "param" else torch.float32
+    dtype = shard.dtype if kind == "param" else torch.float32
     tensor = TensorInfo(tuple(member.param.shape), shard.strides(member.index), dtype)
     read = shard_reader(shard, kind, where.local.start + first)
     if format not in (None, FP32):

@@ -7,6 +7,7 @@ from .formats import GradientFormat, Master, Stage, StateFormat
 from .keywords import OptionKeywords
 from .offload import Offload
 from .options import Options, check_norm_group, check_process_group
+from .precision import Precision
 from .tuning import MIB, Tuning
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Offload",
     "OptionKeywords",
     "Options",
+    "Precision",
     "Stage",
     "StateFormat",
     "Tuning",

@@ -1,7 +1,7 @@
 """The options as keywords, for type checkers and editors."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 import torch
@@ -55,6 +55,14 @@ class OptionKeywords(TypedDict, total=False):
     """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype). ``"int8"``: in blocks of 256,
     decoded and summed in fp32 on every connection.
     """
+    compute_dtype: torch.dtype | None
+    """Forward and backward of a module with fp32 params run in it; masters keep the fp32 values."""
+    cast_inputs: bool
+    """With ``compute_dtype``: cast the module's floating inputs to it."""
+    output_dtype: torch.dtype | None
+    """With ``compute_dtype``: cast the module's floating outputs to it; None: they stay what they are."""
+    keep_fp32: Sequence[str]
+    """With ``compute_dtype``: patterns of names of modules and params that stay fp32, and run in it."""
     offload: str | os.PathLike[str] | Offload | None
     """Where masters and states are kept between steps: ``"cpu"``, a directory (a path, not a bare name), or
     ``Offload(...)``.

@@ -1,7 +1,7 @@
 """All options of an optimizer, checked when they are given, and frozen."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..arguments import flag, number, whole, word
+from ..arguments import flag, number, texts, whole, word
 from ..option import Flag, check_fields, option
 from .formats import GradientFormat, Master, Stage, StateFormat, Traffic
 from .offload import Offload
+from .precision import Precision
 from .tuning import Tuning
 
 
@@ -87,6 +88,18 @@ def _reduce_dtype(value: object, what: str) -> object:
     return value
 
 
+def _dtype(value: object, what: str, none: str) -> object:
+    if not any(value is each for each in (torch.float32, torch.bfloat16, torch.float16)):
+        raise ValueError(f"{what} must be torch.float32, bfloat16 or float16, or None {none}, found {value!r}.")
+    return value
+
+
+def _compute_dtype(value: object, what: str) -> object:
+    if not any(value is each for each in (torch.bfloat16, torch.float16)):
+        raise ValueError(f"{what} must be torch.bfloat16 or float16, or None for the params' own, found {value!r}.")
+    return value
+
+
 def _offload(value: object, what: str) -> object:
     if not isinstance(value, str | os.PathLike | Offload):
         raise TypeError(f"{what} takes 'cpu', a directory or a shardopt.Offload, found {value!r}.")
@@ -145,6 +158,16 @@ class Options:
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
             the gradient's own. ``"int8"``: quantized in blocks of 256 elements, one byte and a 64th an element, and
             summed in fp32 over NCCL too. They then travel by messages, also between ranks of one machine.
+        compute_dtype: bf16 or fp16, for a module that is handed over with fp32 params: forward and backward run in it.
+            When the optimizer binds, the params that train become of this dtype, and their masters have the fp32 values
+            that they had: the bits are those of a low-precision model with fp32 masters that starts from these values.
+            See docs/precision.md.
+        cast_inputs: with ``compute_dtype``: floating inputs of the module are cast to it, in nested dicts, lists,
+            tuples and dataclasses too.
+        output_dtype: with ``compute_dtype``: floating outputs of the module are cast to it. None: they stay as they
+            are.
+        keep_fp32: with ``compute_dtype``: patterns of names of modules and params that stay fp32: ``("*.norm",)``. The
+            inputs of such a module are cast to fp32, its outputs back to ``compute_dtype``.
         offload: where masters and states are kept between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
             on the device.
         tuning: the rare options.
@@ -220,6 +243,23 @@ class Options:
         "decoded and summed in fp32 on every connection ([quantized traffic](traffic.md))",
         _reduce_dtype,
     )
+    compute_dtype: torch.dtype | None = option(
+        None,
+        "forward and backward of a module with fp32 params run in it; masters keep the fp32 values "
+        "([where each dtype lies](precision.md))",
+        _compute_dtype,
+    )
+    cast_inputs: bool = option(True, "with `compute_dtype`: cast the module's floating inputs to it", flag)
+    output_dtype: torch.dtype | None = option(
+        None,
+        "with `compute_dtype`: cast the module's floating outputs to it; None: they stay what they are",
+        partial(_dtype, none="to leave them what they are"),
+    )
+    keep_fp32: Sequence[str] = option(
+        (),
+        "with `compute_dtype`: patterns of names of modules and params that stay fp32, and run in it",
+        partial(texts, example='("*.norm",)'),
+    )
     offload: str | os.PathLike[str] | Offload | None = option(
         None,
         'where masters and states are kept between steps: `"cpu"`, a directory (a path, not a bare name), or '
@@ -248,9 +288,32 @@ class Options:
                 "hand the module over, or use a communication hook of DDP: without the module shardopt does not reduce "
                 "gradients, so reduce_dtype would have no effect."
             )
+        self._check_precision()
         self._check_offload()
         if self.release_gradients:
             self._check_release()
+
+    def _check_precision(self) -> None:
+        besides = {"cast_inputs": True, "output_dtype": None, "keep_fp32": ()}
+        given = next((name for name, default in besides.items() if getattr(self, name) != default), None)
+        if self.compute_dtype is None:
+            if given is not None:
+                raise ValueError(
+                    f"give compute_dtype=torch.bfloat16, or omit {given}={getattr(self, given)!r}: without "
+                    "compute_dtype the module runs in the dtype that its params have, and it would have no effect."
+                )
+        elif self.module is None:
+            raise ValueError(
+                "hand the module over, as first argument (ShardedAdamW(model, compute_dtype=...)) or beside param "
+                f"groups (module=model), or use torch.autocast: compute_dtype={self.compute_dtype} was given without "
+                "it, and only its hooks can cast what it is given."
+            )
+        elif self.master != "fp32":
+            raise ValueError(
+                f"omit master={self.master!r}, or cast the model to bfloat16 yourself and omit compute_dtype: with "
+                f"compute_dtype={self.compute_dtype} the fp32 values that params are handed over with are their "
+                "masters, and none of their bits may be dropped."
+            )
 
     def _check_offload(self) -> None:
         given = self.offload_options
@@ -298,6 +361,13 @@ class Options:
                 f"{asked} with states offloaded to {os.fspath(self.offload_options.directory)!r}. All ranks decide "
                 "together, for all buckets at once, whether a disk has kept a step; here buckets are updated singly."
             )
+
+    @property
+    def precision(self) -> Precision | None:
+        """The options of mixed precision; None: the module runs in the dtypes of its params."""
+        if self.compute_dtype is None:
+            return None
+        return Precision(self.compute_dtype, self.cast_inputs, self.output_dtype, self.keep_fp32)
 
     @property
     def offload_options(self) -> Offload | None:

@@ -20,6 +20,7 @@ from .formats import NOTHING, TRAFFIC_FORMATS
 from .host_sum import HostSum
 from .param import ParamRecord
 from .param_state import ParamState
+from .precision import exact_slice
 from .shard import Shard
 from .tiers import make_store
 
@@ -71,10 +72,16 @@ def allocate(
         fresh: params that have no values yet.
     """
     params = [param for _, param, _ in planned.members]
-    bucket = _bucket(domain, params, planned.layout, fresh, planned.shards_params, undo)
+    exact: torch.Tensor | None = None
+    if any(param.dtype is not planned.dtype for param in params):
+        exact = exact_slice(params, planned.layout, domain.mesh.shard.rank)
+        undo.callback(_cast_back, [param for param in params if param.dtype is torch.float32])
+    bucket = _bucket(domain, params, planned.layout, fresh, planned.shards_params, undo, planned.dtype)
     is_offloaded = planned.shards_params and domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device)
-    shard = Shard(bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded)
+    shard = Shard(
+        bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded, exact, planned.keeps_exact
+    )
     shard.takes_sources = not domain.options.release_gradients
     undo.callback(shard.home.release)
     entries = []
@@ -93,13 +100,22 @@ def allocate(
 
 
 def allocate_frozen(
-    domain: Domain, params: Sequence[torch.nn.Parameter], layout: BucketLayout, fresh: Fresh, undo: ExitStack
+    domain: Domain,
+    params: Sequence[torch.nn.Parameter],
+    layout: BucketLayout,
+    dtype: torch.dtype,
+    fresh: Fresh,
+    undo: ExitStack,
 ) -> AllocatedBucket:
-    """Moves frozen params into a bucket: they have no master, no state and no gradient."""
-    bucket = _bucket(domain, params, layout, fresh, True, undo)
+    """Moves frozen params into a bucket of this dtype: they have no master, no state and no gradient."""
+    exact: torch.Tensor | None = None
+    if params[0].dtype is not dtype:
+        exact = exact_slice(params, layout, domain.mesh.shard.rank)
+        undo.callback(_cast_back, params)
+    bucket = _bucket(domain, params, layout, fresh, True, undo, dtype)
     is_offloaded = domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device) if is_offloaded else make_store(None, domain.options.tuning, bucket.device)
-    shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded)
+    shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded, exact, exact is not None)
     undo.callback(shard.home.release)
     return AllocatedBucket(shard, own=shard.make_param_shard())
 
@@ -111,8 +127,9 @@ def _bucket(
     fresh: Fresh,
     is_resharded: bool,
     undo: ExitStack,
+    dtype: torch.dtype | None = None,
 ) -> Bucket:
-    bucket = Bucket(params, layout, fresh, is_resharded, domain.locals.bind(params))
+    bucket = Bucket(params, layout, fresh, is_resharded, domain.locals.bind(params), dtype)
     undo.callback(_give_back, bucket)
     return bucket
 
@@ -121,6 +138,14 @@ def _give_back(bucket: Bucket) -> None:
     """Gives params memory of their own. If there is none, a param stays in the bucket, with its values."""
     with suppress(MemoryError, RuntimeError):  # torch reports a lack of memory as a RuntimeError
         bucket.release()
+
+
+def _cast_back(params: Sequence[torch.nn.Parameter]) -> None:
+    """Makes params fp32 again, with the values that they were rounded to: a copy of all would cost too much memory."""
+    with suppress(MemoryError, RuntimeError):
+        for param in params:
+            if param.dtype is not torch.float32:
+                param.data = param.data.float()
 
 
 def _sums(

@@ -38,6 +38,7 @@ from .dtensors import is_dtensor
 from .experts import own_units
 from .frozen import kept_whole
 from .param import named_params
+from .precision import check_castable, dtype_in_model
 from .recut import recut
 from .tiers import check_offload, make_landing
 from .units import UnitPlan, check_names, units_of
@@ -143,8 +144,9 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
         )
     with torch._C.DisableTorchFunctionSubclass():  # reads shapes and strides of resharded params, no values
         check_bindable(candidates, groups, device)
+    check_castable(domain, candidates)
     check_gradient_format(options, candidates)
-    if not domain.entries:
+    if not domain.entries and options.precision is None:
         warn_of_master(options, groups)
 
 
@@ -192,7 +194,16 @@ def plan_of(domain: Domain, candidates: Sequence[Candidate], units: UnitTable) -
     slices = {param for _, param, _ in candidates if is_dtensor(outer_of(param))}
     num_shards = domain.mesh.shard.size
     return plan_buckets(
-        candidates, domain.rule, domain.options, num_shards, bucket_bytes, kept, numbers, stages, slices
+        candidates,
+        domain.rule,
+        domain.options,
+        num_shards,
+        bucket_bytes,
+        kept,
+        numbers,
+        stages,
+        slices,
+        dtype_in_model(domain),
     )
 
 
@@ -202,13 +213,15 @@ def _is_sharded(domain: Domain, param: torch.nn.Parameter) -> bool:
 
 def _frozen_layouts(
     domain: Domain, params: Sequence[torch.nn.Parameter], units: UnitTable
-) -> list[tuple[list[torch.nn.Parameter], BucketLayout]]:
+) -> list[tuple[list[torch.nn.Parameter], BucketLayout, torch.dtype]]:
+    dtype_of = dtype_in_model(domain)
+
     def key(param: torch.nn.Parameter) -> tuple[int, str]:
-        return units[param][0], str(param.dtype)
+        return units[param][0], f"{dtype_of(param)} of {param.dtype}"
 
     kinds = [list(kind) for _, kind in groupby(sorted(params, key=key), key=key)]
     ranks = domain.mesh.shard.size
-    return [(kind, BucketLayout(tuple(param.numel() for param in kind), ranks)) for kind in kinds]
+    return [(kind, BucketLayout(tuple(param.numel() for param in kind), ranks), dtype_of(kind[0])) for kind in kinds]
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

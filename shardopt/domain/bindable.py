@@ -36,7 +36,7 @@ def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], dev
 
 def check_gradient_format(options: Options, candidates: Sequence[Candidate]) -> None:
     """Raises BindingError if sums of gradients cannot have the ``gradient_format``, or it has no effect."""
-    if options.gradient_format == "fp32" or options.module is None:
+    if options.gradient_format == "fp32" or options.module is None or options.compute_dtype is torch.bfloat16:
         return
     asked = f"gradient_format={options.gradient_format!r} was given and"
     for name, param, _ in candidates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,14 @@ from ..partition.packing import Packable, Packer, Split
 from ..partition.zero_stage import ZeroStage
 from ..rules.matrix import MatrixRule, matrices_of
 from .formats import formats_for
+from .precision import OWN_DTYPE
 
 if TYPE_CHECKING:
     from ..config import Options
     from ..rules import Rule
     from .formats import StreamFormats
     from .param import Candidate, Group
+    from .precision import DtypeOf
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class PlannedBucket:
     Attributes:
         formats: of masters, states and sums of gradients.
         shards_params: True if its params are sharded, and gathered when they are needed.
+        dtype: in which the model sees its params.
+        keeps_exact: True if ranks keep slices in fp32 of what the model sees in less: these are the masters.
     """
 
     members: tuple[Candidate, ...]
@@ -38,6 +42,8 @@ class PlannedBucket:
     states: tuple[str, ...]
     formats: StreamFormats
     shards_params: bool
+    dtype: torch.dtype
+    keeps_exact: bool
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ def plan_buckets(
     unit_of: Mapping[torch.nn.Parameter, int] | None = None,
     stage_of: Mapping[torch.nn.Parameter, int] | None = None,
     slices: Collection[torch.Tensor] = (),
+    dtype_of: DtypeOf = OWN_DTYPE,
 ) -> list[PlannedBucket]:
     """Returns layouts for these params, in backward order; that of params within a bucket of whole matrices may differ.
 
@@ -95,18 +102,22 @@ def plan_buckets(
         stage_of: the number of the pipeline stage of each param, where this rank holds several: a backward reduces the
             buckets of one.
         slices: the params that may be slices of matrices, which no layout makes whole.
+        dtype_of: tells in which dtype the model will see a param.
     """
     shards_params = ZeroStage(options.stage).shards_params
     known: dict[tuple[torch.dtype, bool], StreamFormats] = {}  # once a kind: there may be thousands of params
 
     def formats_of(param: torch.nn.Parameter) -> StreamFormats:
-        kind = param.dtype, param.numel() < options.tuning.compress_from
+        kind = dtype_of(param), param.numel() < options.tuning.compress_from
         if kind not in known:
-            known[kind] = formats_for(rule, options, param.dtype, param.numel())
+            known[kind] = formats_for(rule, options, kind[0], param.numel())
         return known[kind]
 
     def stays_whole(param: torch.nn.Parameter) -> bool:
         return not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
+
+    def is_cast(param: torch.nn.Parameter) -> bool:
+        return dtype_of(param) is not param.dtype
 
     def key(candidate: Candidate) -> tuple[Any, ...]:
         """Equal for params that may share a bucket, and in the order of buckets."""
@@ -117,7 +128,7 @@ def plan_buckets(
         stage = -stage_of.get(param, 0) if stage_of else 0
         # The params of a bucket share one variant, see launches_of().
         variant = rule.variant(group, param.shape).states, rule.of(group).name, rule.answers(group, param.shape)
-        return is_whole, stage, unit, str(param.dtype), formats_of(param).key, *variant
+        return is_whole, stage, unit, str(dtype_of(param)), is_cast(param), formats_of(param).key, *variant
 
     # Backward runs from the last param to the first; sorting is stable, so each kind keeps that order.
     backward = sorted(((key(each), each) for each in reversed(candidates)), key=itemgetter(0))
@@ -125,29 +136,32 @@ def plan_buckets(
     for _, same_kind in groupby(backward, key=itemgetter(0)):
         kind = [each for _, each in same_kind]
         _, first, group = kind[0]
+        dtype = dtype_of(first)
         is_whole, states = stays_whole(first), rule.variant(group, first.shape).states
         most = bucket_bytes(first.device) if is_whole or unit_of is None else None
         packs = num_shards > 1 and isinstance(rule.of(group), MatrixRule)
         if packs and not any(param in slices for _, param, _ in kind):
-            splits = packer.split([_packable(param, group) for _, param, group in kind], most)
+            splits = packer.split([_packable(param, group, dtype.itemsize) for _, param, group in kind], most)
         else:
-            splits = _splits(kind, most, num_shards)
+            splits = _splits(kind, dtype.itemsize, most, num_shards)
         for indices, layout in splits:
             members = tuple(kind[index] for index in indices)
-            plan.append(PlannedBucket(members, layout, states, formats_of(members[0][1]), not is_whole))
+            formats, keeps_exact = formats_of(members[0][1]), is_cast(first) and not is_whole
+            formats = replace(formats, master=None) if keeps_exact else formats
+            plan.append(PlannedBucket(members, layout, states, formats, not is_whole, dtype, keeps_exact))
     return plan
 
 
-def _splits(kind: Sequence[Candidate], bucket_bytes: int | None, num_shards: int) -> Iterator[Split]:
-    sizes = [param.numel() * param.element_size() for _, param, _ in kind]
+def _splits(kind: Sequence[Candidate], itemsize: int, bucket_bytes: int | None, num_shards: int) -> Iterator[Split]:
+    sizes = [param.numel() * itemsize for _, param, _ in kind]
     for indices in split_into_buckets(sizes, sum(sizes) if bucket_bytes is None else bucket_bytes):
         yield Split(indices, BucketLayout(tuple(kind[index][1].numel() for index in indices), num_shards))
 
 
-def _packable(param: torch.nn.Parameter, group: Group) -> Packable:
+def _packable(param: torch.nn.Parameter, group: Group, itemsize: int) -> Packable:
     shapes = matrices_of(param.shape, group.get("matrices"))
     sizes = tuple(rows * columns for rows, columns in shapes)
-    return Packable(param.numel(), sizes, sum(cost_of(*each) for each in shapes), param.element_size())
+    return Packable(param.numel(), sizes, sum(cost_of(*each) for each in shapes), itemsize)
 
 
 def matrix_stats(rule: Rule, members: Sequence[Candidate], layout: BucketLayout) -> MatrixStats:
@@ -157,7 +171,7 @@ def matrix_stats(rule: Rule, members: Sequence[Candidate], layout: BucketLayout)
     numel = sum(layout.numels)
     found = MatrixStats(numel=numel, padding=layout.numel - numel)
     for (_, param, group), offset in zip(members, layout.offsets, strict=False):
-        each = _packable(param, group)
+        each = _packable(param, group, param.element_size())
         whole = each.whole(offset, layout.shard_numel)
         found += MatrixStats(len(each.matrices), len(whole), each.numel - sum(whole))
     return found

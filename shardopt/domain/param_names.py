@@ -13,8 +13,17 @@ from ..errors import BindingError
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
-def matching(module: nn.Module | None, patterns: Sequence[str]) -> frozenset[torch.Tensor]:
+def matching(
+    module: nn.Module | None,
+    patterns: Sequence[str],
+    option: str = "Tuning(keep=...)",
+    without: str = "nothing would be kept whole for it",
+) -> frozenset[torch.Tensor]:
     """Returns the params that a pattern names, and those in a module that a pattern names; ``*`` matches any text.
+
+    Args:
+        option: that has the patterns, for messages.
+        without: what would follow from a pattern that names nothing.
 
     Raises:
         BindingError: a pattern names nothing.
@@ -28,9 +37,9 @@ def matching(module: nn.Module | None, patterns: Sequence[str]) -> frozenset[tor
         if not own:
             some = ", ".join(name for name, _ in names[:5])
             raise BindingError(
-                f"write a name as in model.named_parameters() (* matches any text): Tuning(keep=...) has the pattern "
-                f"{pattern!r}, which names no param and no module, and nothing would be kept whole for it. This model "
-                f"has {some}{', ...' if len(names) > 5 else ''}."
+                f"write a name as in model.named_parameters() (* matches any text): {option} has the pattern "
+                f"{pattern!r}, which names no param and no module, and {without}. This model has "
+                f"{some}{', ...' if len(names) > 5 else ''}."
             )
         found.update(own)
     return frozenset(found)

@@ -81,7 +81,7 @@ def _close(store: Store) -> None:
 def _copy(domain: Domain, store: Store, storages: list[ShardStorage]) -> None:
     store.begin()
     for shard in domain.stored_shards:
-        storages.append(store.home(shard.numel, shard.bucket.dtype, shard.device))
+        storages.append(store.home(shard.numel, shard.dtype, shard.device))
         _copy_streams(shard, storages[-1])
     store.flush()
 

@@ -126,14 +126,14 @@ class RemoteStates:
                 if piece.param != index:
                     continue
                 if flat is None:
-                    flat = torch.empty(layout.numels[index], dtype=param.dtype if name == "param" else torch.float32)
+                    flat = torch.empty(layout.numels[index], dtype=shard.dtype if name == "param" else torch.float32)
                 target = flat[piece.start : piece.start + piece.numel]
                 if rank == mesh.shard.rank:
                     target.copy_(shard.read_chunk(name, piece.shard_start, piece.shard_end))
                 else:
                     self.peers.read(rank, moment, number, name, piece.shard_start, target)
         if flat is None:  # no elements
-            flat = torch.empty(0, dtype=param.dtype if name == "param" else torch.float32)
+            flat = torch.empty(0, dtype=shard.dtype if name == "param" else torch.float32)
         return flat.as_strided(param.size(), shard.strides(index))
 
     def _number(self, shard: Shard) -> int | None:

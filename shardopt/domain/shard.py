@@ -49,6 +49,7 @@ class Shard:
     Attributes:
         pieces: the parts of params that lie in the shard.
         param: this rank's slice of the params, 1D [shard_numel]; None if it is offloaded to the store.
+        dtype: of that slice: the bucket's, or fp32 where the bucket is a rounded copy of it.
         home: the storage of masters and states.
         tables: where kernels find the pieces.
         unmatched_masters: index of a param -> 1D fp32, its slice of a loaded master that does not round to the param.
@@ -74,12 +75,17 @@ class Shard:
         store: Store,
         formats: StreamFormats,
         offloads_params: bool = False,
+        exact: torch.Tensor | None = None,
+        keeps_exact: bool = False,
     ):
         """
         Args:
             states: names of those to make now.
             formats: of masters, and of all states that there may be.
             offloads_params: True if this rank's slice of the params is offloaded to the store as well.
+            exact: 1D [shard_numel] fp32, the values that the bucket's were rounded from; None: they were not. Masters
+                start from them.
+            keeps_exact: they are this rank's slice of the params, and the bucket is what the model sees of it.
 
         Raises:
             OffloadError: the store has no room for masters and states.
@@ -88,8 +94,10 @@ class Shard:
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.numel = bucket.layout.shard_numel
         is_there = bucket.resident_bytes == bucket.nbytes
-        self.param = None if offloads_params else bucket.shard(rank) if is_there else self._zeros()
-        self.format: Format = dtype_format(bucket.dtype, "a param")
+        self.dtype = torch.float32 if keeps_exact else bucket.dtype
+        own = exact if keeps_exact else bucket.shard(rank) if is_there else None
+        self.param = None if offloads_params else self._zeros() if own is None else own
+        self.format: Format = dtype_format(self.dtype, "a param")
         self.formats = formats
         self.masters = ("master",) if formats.master is not None else ()
         self._known_planes: dict[tuple[str, ...], dict[str, Plane]] = {}  # by what :meth:`_planes` was asked for
@@ -100,15 +108,15 @@ class Shard:
         self._ends = [piece.shard_end for piece in self.pieces]
         self._strides = [dense_strides(param) for param in bucket.params]
         self.tables = ShardTables(self.pieces, self.numel, bucket.device)
-        self.home = store.home(self.numel, bucket.dtype, bucket.device)
+        self.home = store.home(self.numel, self.dtype, bucket.device)
         try:
             self.home.ensure(self._planes((*self.masters, *states)))
             if offloads_params:
-                self.home.ensure({"param": Plane(bucket.dtype)})
-                if is_there:
-                    self.home.write("param", 0, bucket.shard(rank))
+                self.home.ensure({"param": Plane(self.dtype)})
+                if own is not None:
+                    self.home.write("param", 0, own)
             if self.has_whole_masters:  # the low bits of others are zeros, as their storage is
-                self.restart_masters()
+                self.restart_masters(exact)
         except BaseException:
             self.home.release()
             raise
@@ -123,7 +131,7 @@ class Shard:
         return 0 if self.gathered is None or self.param is None else self.param.nbytes
 
     def _zeros(self) -> torch.Tensor:
-        return zeros(self.numel, self.bucket.dtype, self.bucket.device)
+        return zeros(self.numel, self.dtype, self.bucket.device)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -174,14 +182,41 @@ class Shard:
         """Returns a copy of this rank's slice of the params, apart from the bucket."""
         if self.param is None:
             # The home is looked up at each use: relocation replaces it.
-            return ParamShard(None, lambda into: self.home.read_into("param", 0, into), self._write_params)
+            return ParamShard(None, self._read_params, self._write_params)
         is_apart = self.bucket.resident_bytes < self.bucket.nbytes  # params without values: the bucket has no memory
         # Copied before the last agreement of the ranks: after it other ranks may read the slice.
-        memory = self.param if is_apart else self._zeros().copy_(self.param)
-        return ParamShard(memory, lambda into: into.copy_(memory), memory.copy_)
+        memory = self.param if is_apart or self.is_rounded else self._zeros().copy_(self.param)
+
+        def write(values: torch.Tensor) -> None:
+            memory.copy_(self._exact(memory, values))
+
+        return ParamShard(memory, lambda into: into.copy_(memory), write)
+
+    @property
+    def is_rounded(self) -> bool:
+        """True if the bucket is a rounded copy of what ranks keep."""
+        return self.dtype is not self.bucket.dtype
+
+    def _exact(self, kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Returns what to keep of gathered values, 1D: low bits stay where nothing was written."""
+        return codecs.follow(kept, values, ties=False) if self.is_rounded else values
+
+    def _read_params(self, into: torch.Tensor) -> None:
+        if not self.is_rounded:
+            self.home.read_into("param", 0, into)
+            return
+        for start, stop in self.home.chunks():
+            into[start:stop].copy_(self.home.read("param", start, stop))
 
     def _write_params(self, values: torch.Tensor) -> None:
         """Writes offloaded params unless the store holds the same bits: most calls that read params write none."""
+        if self.is_rounded:
+            for start, stop in self.home.chunks():
+                kept = self.home.read("param", start, stop)
+                found = self._exact(kept, values[start:stop].to(kept.device))
+                if found is not kept:
+                    self.home.write("param", start, found)
+            return
         kind = torch.int16 if values.element_size() == 2 else torch.int32
 
         def is_kept(start: int, stop: int) -> bool:
@@ -244,6 +279,19 @@ class Shard:
         piece = self.slice_of(index)
         first = piece.start - start
         self.write_chunk(name, piece.shard_start, values[first : first + piece.numel])
+
+    def write_param(self, index: int, start: int, values: torch.Tensor) -> None:
+        """Writes this shard's elements of the bucket's param ``index``, as :meth:`write` does a state's.
+
+        What is kept in fp32 keeps its low bits where values of the model's dtype are what it rounds to.
+        """
+        piece = self.slice_of(index)
+        first = piece.start - start
+        own = values[first : first + piece.numel]
+        if self.is_rounded and own.dtype is self.bucket.dtype:
+            kept = self.params(piece.shard_start, piece.shard_end)
+            own = self._exact(kept, own.to(kept.device))
+        self.write_chunk("param", piece.shard_start, own)
 
     def in_order(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with the full shape of the bucket's param ``index`` as 1D, in the param's storage order."""
@@ -331,11 +379,11 @@ class Shard:
         """Returns elements [start, stop) of the weights, 1D, also while the params show their average."""
         return self.params(start, stop) if self.saved_weights is None else self.saved_weights[start:stop]
 
-    def restart_masters(self) -> None:
-        """Sets all masters to their params."""
+    def restart_masters(self, exact: torch.Tensor | None = None) -> None:
+        """Sets all masters to their params, or to the values that these were rounded from."""
         for name in self.masters:
             for start, stop in self.home.chunks():
-                self.write_chunk(name, start, self.params(start, stop))
+                self.write_chunk(name, start, self.params(start, stop) if exact is None else exact[start:stop])
 
     def params(self, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of the params, 1D: a view if they lie in memory."""

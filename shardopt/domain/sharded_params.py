@@ -138,11 +138,10 @@ class ShardedParams:
         own, where = shard.bucket.params[index], shard.slice_of(index)
         given = local_tensor(placed_as(param, whole.detach()))
         if isinstance(given, Part) and _is_cut_alike(given, own, where):
-            start, values = where.start, given.local.to(shard.device, shard.bucket.dtype)
+            start, values = where.start, given.local.to(shard.device)
         else:
-            cast = given.to(shard.device, shard.bucket.dtype)
-            start, values = 0, shard.in_order(index, cast.expand(own.size()))
-        self.gatherer.write_slice(self.where[param].unit, lambda: shard.write("param", index, start, values))
+            start, values = 0, shard.in_order(index, given.to(shard.device).expand(own.size()))
+        self.gatherer.write_slice(self.where[param].unit, lambda: shard.write_param(index, start, values))
         torch.autograd.graph.increment_version([own])
 
     # -- of all ---------------------------------------------------------------------------------------------------

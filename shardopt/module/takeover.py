@@ -25,6 +25,7 @@ from ..tensors.unsharded_guard import is_sharded
 from .averaged_params import AveragedParams, trained_elsewhere
 from .backward import Backward
 from .buffers import SharedBuffers
+from .casts import Casts
 from .closure import ClosureState, RaiseNow
 from .ddp import active_wrapper, check_same_ranks, has_reducer, ignored_by_ddp, restore_reducer, retire_reducer
 from .first_calls import FirstCalls
@@ -37,6 +38,7 @@ from .running import in_backward
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
+    from ..config import Precision
     from ..domain.domain import Domain
     from ..domain.param import Candidate, ParamRecord
     from ..partition.comm.group import Ranks
@@ -58,6 +60,7 @@ class ModuleTakeover:
         fresh: params and buffers that were on the meta device and have no values yet.
         backward: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
+        casts: casts inputs and outputs, where the module runs in another dtype than its masters have.
         overlap_hooks: waits for params that the last step did not wait for, from :meth:`use_domain` on; below stage 3.
         first_calls: notices a call of another method than forward, until the module is bound.
     """
@@ -87,6 +90,7 @@ class ModuleTakeover:
         self.backward: Backward | None = None
         self.forward: Forward | None = None
         self.overlap_hooks: OverlapHooks | None = None
+        self.casts: Casts | None = None
         self._domain: Domain | None = None
         self._experts: dict[Domain, Backward] = {}  # those of experts
         self.fresh: frozenset[torch.Tensor] = frozenset()
@@ -116,6 +120,14 @@ class ModuleTakeover:
         """The DDP module around the module, if any."""
         found = self._called.get(self.module)
         return None if found is None else found.ddp
+
+    def cast_as(self, precision: Precision) -> None:
+        """Puts hooks on modules that cast inputs and outputs, once params have their dtypes.
+
+        Raises:
+            BindingError: a pattern names no module.
+        """
+        self.casts = Casts(self.module, [each.module for each in self.called], precision)
 
     # -- which params are whose ------------------------------------------------------------------------------------
 
@@ -166,12 +178,12 @@ class ModuleTakeover:
                     f"{name} is trainable but in no param group of an optimizer that took the module over. Nobody "
                     "would average its gradient, and nobody train it."
                 )
-            if is_dtensor(param) or param.is_meta or self._experts:
+            if is_dtensor(param) or param.is_meta or self._experts or self.casts is not None:
                 raise BindingError(
                     f"add {name} to a group (optimizer.add_param_group({{'params': ...}})), or build another optimizer "
                     "of shardopt with module=: it is trainable but in no param group of an optimizer that took the "
                     "module over, and gradients of DTensors, of params on the meta device, and of models with experts "
-                    "are not averaged for other optimizers."
+                    "or compute_dtype are not averaged for other optimizers."
                 )
         self.averaged.named, self._frozen = trainable, [each for each in left.values() if not each.requires_grad]
 
@@ -555,6 +567,8 @@ class ModuleTakeover:
             hook.remove()
         self._hooks = []
         self.first_calls.end()
+        if self.casts is not None:
+            self.casts.close()
         if self.backward is not None:
             self.backward.detach()
         if self.forward is not None:

@@ -36,12 +36,14 @@ class Bucket:
         fresh: Collection[torch.Tensor],
         is_resharded: bool,
         outers: Sequence[torch.nn.Parameter],
+        dtype: torch.dtype | None = None,
     ):
         """
         Args:
         fresh: params that have no values yet.
         is_resharded: True if the bucket is freed between uses. If all of its params are fresh, it starts freed.
         outers: the params as the model has them: DTensors where ``params`` are their local tensors.
+        dtype: of the bucket, to which params are cast; None: their own.
         """
         self.params, self.outers = tuple(params), tuple(outers)
         self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
@@ -53,7 +55,7 @@ class Bucket:
         self._gather_handle = GatherHandle()
         self.layout, self._is_resharded = layout, is_resharded
         first = params[0]
-        self.memory = Memory(layout.numel, first.dtype, first.device)
+        self.memory = Memory(layout.numel, dtype or first.dtype, first.device)
         self.flat = self.memory.tensor  # 1D; padding stays zero
         self.storage = self.flat.untyped_storage()._cdata  # the storage of ``flat``, and of all params
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)

@@ -62,6 +62,10 @@ OPTIONS = {
     "max_grad_norm": NONE | POSITIVE | {"inf"},
     "release_gradients": {"0"},  # without the module
     "reduce_dtype": NONE,
+    "compute_dtype": NONE,
+    "cast_inputs": {"True", *ONE},  # False has no effect without compute_dtype
+    "output_dtype": NONE,
+    "keep_fp32": NOTHING,
     "offload": NONE,
     "tuning": NONE,
 }

@@ -77,6 +77,8 @@ def test_offload_is_refused_by_name(given: dict[str, Any]) -> None:
         {"state_format": {"exp_avg": torch.ones(2)}},
         {"gradient_format": np.zeros(2)},
         {"reduce_dtype": np.zeros(2)},
+        {"compute_dtype": np.zeros(2)},
+        {"output_dtype": np.zeros(2)},
         {"release_gradients": "no"},
     ],
     ids=str,

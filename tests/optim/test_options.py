@@ -40,6 +40,10 @@ OTHERS: dict[type[Any], dict[str, Any]] = {
         "gradient_format": "bf16",
         "release_gradients": True,
         "reduce_dtype": torch.float32,
+        "compute_dtype": torch.float16,
+        "cast_inputs": False,
+        "output_dtype": torch.float32,
+        "keep_fp32": ("weight",),
         "offload": "cpu",
         "tuning": Tuning(seed=1),
     },
@@ -67,11 +71,14 @@ def other(options: type[Any], name: str, default: Any) -> Any:
 
 # What all ranks give besides, where the other value needs it.
 BESIDES: dict[str, dict[str, Any]] = {"gradients": {"stage": 2}, "params": {"stage": 3}, "norm_group": {"module": None}}
+PRECISION = ("compute_dtype", "cast_inputs", "output_dtype", "keep_fp32")
+BESIDES |= {name: {"compute_dtype": torch.bfloat16} for name in PRECISION}
 
 
 def binds(options: dict[str, Any]) -> str:
     """The error, empty where there is none."""
-    net = nn.Linear(8, 8).bfloat16()
+    net = nn.Linear(8, 8)
+    net = net if "compute_dtype" in options else net.bfloat16()
     options = {"module": net, **options}
     opt = ShardedAdamW(net.parameters(), **options)
     try:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # First tag of messages that carry shards, above the tags of messages that carry gradients: gloo matches by tag alone,
 # and a shard could arrive in the buffer of a gradient.
 FIRST_TAG = 1 << 30
+CAST_NUMEL = 1 << 16  # elements of another dtype that are read at a time: they stay in the cache until they are cast
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,14 @@ class Window:
     number: int  # unique among windows; the same on all ranks
     # By rank: process number, address of its buffer; empty if ranks do not read each other's memory.
     peers: tuple[tuple[int, int], ...] = ()
+    kept: torch.dtype | None = None  # of the shards as they lie in the peers' memory; None: as they travel, flat's
 
     def shard(self, rank: int) -> torch.Tensor:
         return self.flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
     @cached_property
     def nbytes_received(self) -> int:
-        return (self.flat.numel() - self.shard_numel) * self.flat.element_size()
+        return (self.flat.numel() - self.shard_numel) * (self.kept or self.flat.dtype).itemsize
 
 
 class AllGather:
@@ -91,7 +93,18 @@ def by_reading(ranks: Ranks, memory: PeerMemory) -> AllGather:
             owner = (ranks.rank + step) % ranks.size
             pid, base = window.peers[owner]
             target = window.shard(owner)
-            memory.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
+            if window.kept is window.flat.dtype:
+                memory.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
+            else:
+                assert window.kept is not None
+                read_and_cast(pid, base + owner * window.shard_numel * window.kept.itemsize, target, window.kept)
+
+    def read_and_cast(pid: int, address: int, target: torch.Tensor, kept: torch.dtype) -> None:
+        piece = torch.empty(min(CAST_NUMEL, target.numel()), dtype=kept)
+        for start in range(0, target.numel(), CAST_NUMEL):
+            into = target[start : start + CAST_NUMEL]
+            memory.read(pid, address + start * kept.itemsize, piece[: into.numel()])
+            into.copy_(piece[: into.numel()])
 
     return AllGather(lambda window: partial(end, window), reads_memory=True)
 

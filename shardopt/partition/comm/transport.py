@@ -118,17 +118,20 @@ class Transport:
         return self._open(flat, shard_numel, flat.data_ptr())
 
     def open_detached(self, flat: torch.Tensor, shard: torch.Tensor) -> Window:
-        """Collective: opens a window on a buffer whose own shard every rank keeps elsewhere, in ``shard``."""
-        nbytes = shard.numel() * shard.element_size()
-        return self._open(flat, shard.numel(), shard.data_ptr() - self.ranks.rank * nbytes)
+        """Collective: opens a window on a buffer whose own shard every rank keeps elsewhere, in ``shard``.
 
-    def _open(self, flat: torch.Tensor, shard_numel: int, address: int) -> Window:
+        That may be of another dtype: it is cast where another rank's memory is read, else by who copies it to ``flat``.
+        """
+        nbytes = shard.numel() * shard.element_size()
+        return self._open(flat, shard.numel(), shard.data_ptr() - self.ranks.rank * nbytes, shard.dtype)
+
+    def _open(self, flat: torch.Tensor, shard_numel: int, address: int, kept: torch.dtype | None = None) -> Window:
         self._opened += 1
         if self._memory is None:
             return Window(flat, shard_numel, self._opened)
         addresses = self.ranks.exchange([address], "exchanging addresses")
         peers = tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
-        return Window(flat, shard_numel, self._opened, peers)
+        return Window(flat, shard_numel, self._opened, peers, kept or flat.dtype)
 
     def all_gather(self, phase: str, limit: timedelta | None = None) -> AllGather:
         """Returns an all-gather for shards that are final on every rank.

@@ -1,0 +1,141 @@
+"""Mixed precision around a module: floating inputs and outputs are cast by hooks of the module, and of those in fp32.
+
+The hooks hold dtypes alone, so that they keep nothing alive, a copy of the module has them as well, and torch.compile
+traces them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..domain.precision import kept_in_fp32
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..config import Precision
+
+
+def cast_within(values: Any, dtype: torch.dtype) -> Any:
+    """Returns nested values with all floating tensors in this dtype; the same object where nothing is to be cast."""
+    if isinstance(values, torch.Tensor):
+        return values.to(dtype) if values.is_floating_point() and values.dtype is not dtype else values
+    if isinstance(values, Mapping):
+        found = {key: cast_within(each, dtype) for key, each in values.items()}
+        changed = {key: each for key, each in found.items() if each is not values[key]}
+        return _replaced(values, changed) if changed else values
+    if isinstance(values, list | tuple):
+        cast = [cast_within(each, dtype) for each in values]
+        if all(one is other for one, other in zip(cast, values, strict=True)):
+            return values
+        return type(values)(*cast) if hasattr(values, "_fields") else type(values)(cast)
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        fields = {field.name: getattr(values, field.name, None) for field in dataclasses.fields(values)}
+        changed = {name: new for name, each in fields.items() if (new := cast_within(each, dtype)) is not each}
+        if not changed:
+            return values
+        made = copy.copy(values)
+        for name, each in changed.items():
+            object.__setattr__(made, name, each)
+        return made
+    return values
+
+
+def _replaced(values: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
+    """Returns a copy of a dict, or of an object that is one (a library's output class), with other values."""
+    made: Any = copy.copy(values)
+    for key, each in changed.items():
+        made[key] = each
+    return made
+
+
+class _Switch:
+    """Is on once the params have their dtypes: until then the module runs in fp32."""
+
+    is_on = False
+
+
+@dataclasses.dataclass(eq=False)
+class CastInputs:
+    """A hook before a forward: floating inputs become of one dtype."""
+
+    dtype: torch.dtype
+    switch: _Switch
+
+    def __call__(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
+        if not self.switch.is_on:
+            return None
+        return cast_within(arguments, self.dtype), cast_within(keywords, self.dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class CastOutputs:
+    """A hook after a forward: floating outputs become of one dtype."""
+
+    dtype: torch.dtype
+    switch: _Switch
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        return cast_within(output, self.dtype) if self.switch.is_on else None
+
+
+class Casts:
+    """The hooks that cast, on the modules that a script calls and on those that stay in fp32."""
+
+    def __init__(self, module: nn.Module, called: Sequence[nn.Module], precision: Precision):
+        """
+        Args:
+            called: the modules that a script calls.
+
+        Raises:
+            BindingError: ``keep_fp32`` has a pattern that names nothing.
+        """
+        self._module, self._precision, self._switch = module, precision, _Switch()
+        self._hooks: list[Any] = []
+        kept = kept_in_fp32(module, precision)
+        for each in _outermost(module, lambda inner: _is_kept(inner, kept)):
+            self._add(each, torch.float32, precision.compute_dtype)
+        for each in called:
+            self._add(each, precision.compute_dtype if precision.cast_inputs else None, precision.output_dtype)
+
+    def _add(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        if inputs is not None:
+            before = CastInputs(inputs, self._switch)
+            self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if outputs is not None:
+            self._hooks.append(module.register_forward_hook(CastOutputs(outputs, self._switch)))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Casts frozen params, which have no master, and lets the hooks cast from now on; params were bound."""
+        kept = kept_in_fp32(self._module, self._precision)
+        for param in self._module.parameters():
+            if not param.requires_grad and param.dtype is torch.float32 and param not in kept:
+                param.data = param.data.to(self._precision.compute_dtype)
+        self._switch.is_on = True
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _is_kept(module: nn.Module, kept: frozenset[torch.Tensor]) -> bool:
+    """True if a module has params and all of them stay in fp32."""
+    own = list(module.parameters())
+    return bool(own) and all(param in kept for param in own)
+
+
+def _outermost(module: nn.Module, is_found: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Returns the modules of which it is true, but for those inside of one."""
+    if is_found(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict):  # nobody calls these
+        return [module]
+    found = (each for child in module.children() for each in _outermost(child, is_found))
+    return list(dict.fromkeys(found))  # modules may be shared
