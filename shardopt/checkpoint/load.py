@@ -278,7 +278,7 @@ class Loading:
         kinds = {} if saved is None else self._manifest.kinds[saved]
         # The next step rebuilds the master from the param, if the master does not round to the param.
         entry.note_replaced()
-        if "master" not in kinds and shard.masters:
+        if "master" not in kinds and shard.masters and shard.exact == "param":
             # The checkpoint has no master, and the low bits of the present master belong to other weights.
             where = shard.slice_of(index).local
             shard.write_chunk("master", where.start, shard.read_chunk("param", where.start, where.stop).float())

@@ -152,12 +152,17 @@ class ModelMatch:
             shape = tuple(member.param.shape)
         if tensor.shape != shape:
             self._note(f"param {member.name!r} has shape {list(shape)}, in the checkpoint {list(tensor.shape)}")
-        elif tensor.dtype is not member.param.dtype:
-            self._note(f"param {member.name!r} is of {member.param.dtype}, in the checkpoint of {tensor.dtype}")
+        elif tensor.dtype is not member.dtype and not self._is_cast_frozen(member, tensor.dtype):
+            self._note(f"param {member.name!r} is of {member.dtype}, in the checkpoint of {tensor.dtype}")
         else:
             self.params[member.name] = saved
             if self._model.engines and self._states_fit(member, saved, shape):
                 self.states[member.name] = saved
+
+    def _is_cast_frozen(self, member: ModelParam, saved: torch.dtype) -> bool:
+        """True of a frozen param that ``compute_dtype`` casts at binding, here or where it was saved."""
+        casts = {torch.float32, *(engine.options.compute_dtype for engine in self._model.engines)}
+        return len(casts - {None}) > 1 and member.optimizer is None and {saved, member.dtype} <= casts
 
     def _states_fit(self, member: ModelParam, saved: str, shape: tuple[int, ...]) -> bool:
         about, name = self._manifest.params[saved], member.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..domain.dtensors import box_of, is_dtensor
@@ -66,9 +67,14 @@ class ModelParam:
         return self.box.name_in(self.name)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its values in a checkpoint: fp32 where the model sees a rounded copy of them."""
+        return torch.float32 if self.shard is not None and self.shard.is_cast else self.param.dtype
+
+    @property
     def held(self) -> Held:
         """What these ranks say of the param to the others."""
-        return Held(self.aliases, self.box, str(self.param.dtype), self.experts)
+        return Held(self.aliases, self.box, str(self.dtype), self.experts)
 
     def named(self, claims: Claims) -> ModelParam:
         """Returns the param with the name that all ranks give it, and whether these ranks write it."""

@@ -74,6 +74,8 @@ class LoadPlan:
                 )
             if member.shard is None or member.shard.gathered is None:
                 self._plain(self._sources(member, saved, "param"), member.box, member.param)
+                if member.shard is not None and member.shard.exact != "param":
+                    self._slice(member, saved, "param")
             else:
                 self._slice(member, saved, "param")
             if name in match.states:
@@ -151,7 +153,7 @@ class LoadPlan:
         shard = member.shard
         assert shard is not None
         where = shard.slice_of(member.index)
-        write = shard_writer(shard, kind, where.local.start)
+        write = shard_writer(shard, shard.exact if kind == "param" else kind, where.local.start)
         if section == "gradients":
             assert member.entry is not None and member.entry.gradient_slice is not None
             write = writer_of(member.entry.gradient_slice.total)

@@ -200,7 +200,8 @@ def _plan_param(plan: SavePlan, model: Model, member: ModelParam, group: Group, 
         _plan_slice(plan, member, member.shard, "param", widens)
         if member.entry is not None and member.optimizer is not None:
             names = model.engines[member.optimizer].rule.variant(group, member.box.shape).states if has_state else ()
-            for kind in (*member.shard.masters, *(name for name in names if name in member.shard.states)):
+            masters = member.shard.masters if member.shard.exact == "param" else ()  # else they are the param
+            for kind in (*masters, *(name for name in names if name in member.shard.states)):
                 _plan_slice(plan, member, member.shard, kind, widens)
     for kind, tensor in (*state.tensors.items(), *state.margins.items()):
         if isinstance(tensor, Part):
@@ -271,9 +272,9 @@ def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, wid
     key, where = TensorKey("params", member.box_name, kind), shard.slice_of(member.index)
     first, last = own_part(where.local.stop - where.local.start, member.domain.mesh)
     format = None if kind == "param" or widens else shard.format_of(kind)
-    dtype = shard.dtype if kind == "param" else torch.float32
+    dtype = member.dtype if kind == "param" else torch.float32
     tensor = TensorInfo(tuple(member.param.shape), shard.strides(member.index), dtype)
-    read = shard_reader(shard, kind, where.local.start + first)
+    read = shard_reader(shard, shard.exact if kind == "param" else kind, where.local.start + first)
     if format not in (None, FP32):
         tensor = replace(tensor, dtype=format.dtype, encoding=format.name)
         read = stream_reader(shard, kind, where.local.start + first)

@@ -73,7 +73,7 @@ def allocate(
     """
     params = [param for _, param, _ in planned.members]
     exact: torch.Tensor | None = None
-    if any(param.dtype is not planned.dtype for param in params):
+    if planned.is_cast:
         exact = exact_slice(params, planned.layout, domain.mesh.shard.rank)
         undo.callback(_cast_back, [param for param in params if param.dtype is torch.float32])
     bucket = _bucket(domain, params, planned.layout, fresh, planned.shards_params, undo, planned.dtype)

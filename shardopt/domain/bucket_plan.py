@@ -34,7 +34,7 @@ class PlannedBucket:
         formats: of masters, states and sums of gradients.
         shards_params: True if its params are sharded, and gathered when they are needed.
         dtype: in which the model sees its params.
-        keeps_exact: True if ranks keep slices in fp32 of what the model sees in less: these are the masters.
+        is_cast: True if its params were handed over in fp32, and the model sees less of them.
     """
 
     members: tuple[Candidate, ...]
@@ -43,7 +43,12 @@ class PlannedBucket:
     formats: StreamFormats
     shards_params: bool
     dtype: torch.dtype
-    keeps_exact: bool
+    is_cast: bool
+
+    @property
+    def keeps_exact(self) -> bool:
+        """True if ranks keep slices in fp32 of what is gathered in less: these slices are the masters."""
+        return self.is_cast and self.shards_params
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def plan_buckets(
         return not shards_params or param.numel() < options.tuning.keep_below or param in kept_whole
 
     def is_cast(param: torch.nn.Parameter) -> bool:
-        return dtype_of(param) is not param.dtype
+        return dtype_of is not OWN_DTYPE and dtype_of(param) is not torch.float32
 
     def key(candidate: Candidate) -> tuple[Any, ...]:
         """Equal for params that may share a bucket, and in the order of buckets."""
@@ -146,9 +151,9 @@ def plan_buckets(
             splits = _splits(kind, dtype.itemsize, most, num_shards)
         for indices, layout in splits:
             members = tuple(kind[index] for index in indices)
-            formats, keeps_exact = formats_of(members[0][1]), is_cast(first) and not is_whole
-            formats = replace(formats, master=None) if keeps_exact else formats
-            plan.append(PlannedBucket(members, layout, states, formats, not is_whole, dtype, keeps_exact))
+            formats = formats_of(members[0][1])
+            planned = PlannedBucket(members, layout, states, formats, not is_whole, dtype, is_cast(first))
+            plan.append(replace(planned, formats=replace(formats, master=None)) if planned.keeps_exact else planned)
     return plan
 
 

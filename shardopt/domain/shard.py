@@ -49,6 +49,7 @@ class Shard:
     Attributes:
         pieces: the parts of params that lie in the shard.
         param: this rank's slice of the params, 1D [shard_numel]; None if it is offloaded to the store.
+        is_cast: its params were handed over in fp32, and the bucket holds what they were rounded to.
         dtype: of that slice: the bucket's, or fp32 where the bucket is a rounded copy of it.
         home: the storage of masters and states.
         tables: where kernels find the pieces.
@@ -94,6 +95,7 @@ class Shard:
         self.pieces: tuple[Piece, ...] = bucket.layout.pieces(rank)
         self.numel = bucket.layout.shard_numel
         is_there = bucket.resident_bytes == bucket.nbytes
+        self.is_cast = exact is not None
         self.dtype = torch.float32 if keeps_exact else bucket.dtype
         own = exact if keeps_exact else bucket.shard(rank) if is_there else None
         self.param = None if offloads_params else self._zeros() if own is None else own
@@ -191,6 +193,11 @@ class Shard:
             memory.copy_(self._exact(memory, values))
 
         return ParamShard(memory, lambda into: into.copy_(memory), write)
+
+    @property
+    def exact(self) -> str:
+        """The stream that has all bits of the params: "param", or "master" where they were handed over in fp32."""
+        return "master" if self.is_cast and self.masters else "param"
 
     @property
     def is_rounded(self) -> bool:

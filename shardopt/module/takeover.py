@@ -28,6 +28,7 @@ from .buffers import SharedBuffers
 from .casts import Casts
 from .closure import ClosureState, RaiseNow
 from .ddp import active_wrapper, check_same_ranks, has_reducer, ignored_by_ddp, restore_reducer, retire_reducer
+from .exact_weights import ExactWeights
 from .first_calls import FirstCalls
 from .forward import Forward
 from .hooks import ModuleHook, call_while_alive
@@ -91,6 +92,7 @@ class ModuleTakeover:
         self.forward: Forward | None = None
         self.overlap_hooks: OverlapHooks | None = None
         self.casts: Casts | None = None
+        self._exact: ExactWeights | None = None
         self._domain: Domain | None = None
         self._experts: dict[Domain, Backward] = {}  # those of experts
         self.fresh: frozenset[torch.Tensor] = frozenset()
@@ -128,6 +130,7 @@ class ModuleTakeover:
             BindingError: a pattern names no module.
         """
         self.casts = Casts(self.module, [each.module for each in self.called], precision)
+        self._exact = ExactWeights(self.module)
 
     # -- which params are whose ------------------------------------------------------------------------------------
 
@@ -288,6 +291,8 @@ class ModuleTakeover:
             self._domain.gatherer.on_past = call_while_alive(Backward.pass_over, self.backward)
         if self.overlap_hooks is not None:
             self.overlap_hooks.attach()
+        if self._exact is not None and self._domain is not None:
+            self._exact.attach((self._domain, *self._experts))
 
     # -- values of params and buffers on the meta device -----------------------------------------------------------
 
@@ -567,8 +572,9 @@ class ModuleTakeover:
             hook.remove()
         self._hooks = []
         self.first_calls.end()
-        if self.casts is not None:
+        if self.casts is not None and self._exact is not None:
             self.casts.close()
+            self._exact.close()
         if self.backward is not None:
             self.backward.detach()
         if self.forward is not None:

@@ -3,6 +3,7 @@
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardopt
 from shardopt import BindingError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt.tensors.part import Part
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -77,17 +80,12 @@ def step_of(model: nn.Module, opt: ShardedOptimizer, given: Batch) -> Tensor:
     return loss.detach()
 
 
-def masters(model: nn.Module, opt: ShardedOptimizer) -> dict[str, Tensor]:
-    """Whole fp32 values of what was trained; collective."""
+def exact(model: nn.Module) -> dict[str, Tensor]:
+    """Whole fp32 values by name, as a state dict gives them; collective."""
     found = {}
-    for name, param in model.named_parameters():
-        if not opt.state[param]:
-            continue
-        value = opt.state[param].get("master")
-        if value is None:  # the slices of the params themselves are the masters
-            value = model.state_dict()[name]
-        found[name] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-        assert found[name].dtype is FP32
+    for name, value in model.state_dict().items():
+        assert value.dtype is FP32, name
+        found[name] = value.full_tensor() if isinstance(value, Part) else value.clone()
     return found
 
 
@@ -106,7 +104,12 @@ def as_low(kind: type[Any], dtype: torch.dtype = BF16, **options: Any) -> Iterat
     }
     opt.load_state_dict({"state": states, "param_groups": opt.state_dict()["param_groups"]})
     for step in range(STEPS):
-        yield raw(step_of(model, opt, low(batch(step), dtype))), masters(model, opt)
+        loss = raw(step_of(model, opt, low(batch(step), dtype)))
+        masters = {name: opt.state[param]["master"] for name, param in model.named_parameters()}
+        yield (
+            loss,
+            {name: each.full_tensor() if isinstance(each, Part) else each.clone() for name, each in masters.items()},
+        )
     opt.close()
 
 
@@ -117,7 +120,7 @@ def as_option(kind: type[Any], dtype: torch.dtype = BF16, **options: Any) -> Ite
         loss = step_of(model, opt, batch(step))
         assert model.seen == [dtype, dtype]
         assert model.scale.dtype is FP32
-        yield raw(loss), masters(model, opt)
+        yield raw(loss), exact(model)
     opt.close()
 
 
@@ -131,9 +134,8 @@ def same_bits() -> None:
                 for step, found in enumerate(as_option(kind, stage=stage, tuning=own, **rates)):
                     where = (kind.__name__, stage, neighbours, step)
                     assert found[0] == expected[step][0], where
-                    assert len(found[1]) == 7  # but for the unused one
-                    for name, each in found[1].items():
-                        assert raw(each) == raw(expected[step][1][name]), (*where, name)
+                    for name, each in expected[step][1].items():
+                        assert raw(each) == raw(found[1][name]), (*where, name)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -207,3 +209,89 @@ def test_what_does_not_apply() -> None:
     with raises(BindingError, "not averaged for other optimizers"):
         model(batch(0))
     del apart
+
+
+# -- what is saved and loaded ------------------------------------------------------------------------------------------
+
+
+def made(stage: int, **more: Any) -> tuple[Net, ShardedOptimizer]:
+    model = Net()
+    options = {"compute_dtype": BF16, "tuning": tuning(neighbours=stage != 2), **more}
+    return model, ShardedAdamW(model, lr=0.01, stage=stage, **options)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(raw(one[name]) == raw(other[name]) for name in one)
+
+
+def saved_and_loaded(directory: str) -> None:
+    folder = Path(directory)
+    model, opt = made(1)
+    for step in range(2):
+        step_of(model, opt, batch(step))
+    half_way = exact(model)
+    shardopt.save_checkpoint(folder / "whole", model, opt)
+    rank = dist.get_rank()
+    if rank == 0:  # alone
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, folder / "file.pt")
+    dist.barrier()
+    step_of(model, opt, batch(2))
+    expected = exact(model)
+    opt.close()
+    files = torch.load(folder / "file.pt")
+    assert same(files["model"], half_way)
+    for stage in (0, 1, 2, 3):
+        for by in ("checkpoint", "checkpoint, bound", "file", "file, bound"):
+            model, opt = made(stage)
+            if "bound" in by:
+                step_of(model, opt, batch(7))
+            if "checkpoint" in by:
+                shardopt.load_checkpoint(folder / "whole", model, opt)
+            else:
+                model.load_state_dict(files["model"])
+                opt.load_state_dict(files["opt"])
+            assert "bound" not in by or same(exact(model), half_way), (stage, by)
+            step_of(model, opt, batch(2))
+            assert same(exact(model), expected), (stage, by)
+            shardopt.save_checkpoint(folder / f"{stage}{by}", model, opt)
+            opt.close()
+            plain = Net()  # whose params are fp32, and stay so
+            shardopt.load_checkpoint(folder / f"{stage}{by}", plain, ShardedAdamW(plain, lr=0.01, stage=1))
+            assert same(dict(plain.state_dict()), expected), (stage, by)
+
+
+def test_files_hold_fp32(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(saved_and_loaded, str(tmp_path), world=2)
+
+
+def written() -> None:
+    """A write reaches the fp32 values, and leaves the low bits of what it leaves alone."""
+    for stage in (0, 1, 2, 3):
+        model, opt = made(stage)
+        step_of(model, opt, batch(0))
+        before = exact(model)
+        with opt.unsharded(), torch.no_grad():
+            model.hidden.weight[3] = 0.1
+            model.norm.weight.mul_(2)
+        shown = exact(model)
+        hidden = before["hidden.weight"].clone()
+        hidden[3] = torch.tensor(0.1, dtype=BF16).float()
+        assert raw(shown["hidden.weight"]) == raw(hidden), stage
+        assert raw(shown["norm.weight"]) == raw(before["norm.weight"].to(BF16).mul(2).float()), stage
+        model.load_state_dict({name: each.to(BF16) if each.dim() else each for name, each in before.items()})
+        again = exact(model)
+        kept = {name for name, each in before.items() if raw(each) == raw(again[name])}
+        assert kept >= {"embed.weight", "back.weight", "back.bias", "unused"}, stage
+        model.load_state_dict(before)
+        assert same(exact(model), before), stage
+        copies = {name: each.clone() for name, each in model.state_dict().items()}
+        step_of(model, opt, batch(1))
+        assert not same(exact(model), before)
+        model.load_state_dict(copies)
+        assert same(exact(model), before), stage
+        opt.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_writes_reach_fp32_values(ranks: Pool, world: int) -> None:
+    ranks.run(written, world=world)

@@ -1,0 +1,105 @@
+"""The fp32 values of params that the model sees in less, where a script asks for weights: in state dicts of the module.
+
+Params of a module with ``compute_dtype`` are whole and rounded at stages 0, 1 and 2, and their masters have the exact
+values. ``state_dict()`` shows these, as parts that read the other ranks' slices when they are saved;
+``load_state_dict()`` writes them, before torch writes what they round to. At stage 3 the params themselves are slices
+of exact values (:mod:`shardopt.domain.sharded_params`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..domain.full_state_dict import take_parts_along
+from ..tensors.part import Part
+from .hooks import ModuleHook
+
+if TYPE_CHECKING:
+    from ..domain.domain import Domain
+    from ..domain.param import ParamRecord
+
+
+class ExactWeights:
+    """The hooks on modules that own such params."""
+
+    def __init__(self, root: nn.Module):
+        self._root = root
+        self._of: dict[nn.Parameter, tuple[Domain, ParamRecord]] = {}
+        self._hooks: list[Any] = []
+
+    def attach(self, domains: Iterable[Domain]) -> None:
+        """Puts hooks on the modules whose params are bound to these domains, in place of those from before."""
+        self.close()
+        for domain in domains:
+            for entry in domain.entries.values():
+                if entry.shard.exact == "master":
+                    self._of[entry.outer] = domain, entry
+        for module in self._root.modules():
+            if any(param in self._of for param in module._parameters.values() if param is not None):
+                self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._show)))
+                self._hooks.append(module.register_load_state_dict_pre_hook(ModuleHook(self._take)))
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._of = [], {}
+
+    def _show(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """Shows fp32 values in a state dict of the module."""
+        for name, param in module._parameters.items():
+            shown = state_dict.get(prefix + name)
+            # With keep_vars=True the dict has the params themselves.
+            if param in self._of and shown is not None and not isinstance(shown, nn.Parameter):
+                domain, entry = self._of[param]
+                if not domain.is_averaged:
+                    state_dict[prefix + name] = _part_of(domain, entry)
+
+    @torch.no_grad()
+    def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Collective if parts are loaded: writes fp32 values to masters, before torch writes them to params."""
+        for name, param in module._parameters.items():
+            given = state_dict.get(prefix + name)
+            if param not in self._of or not isinstance(given, torch.Tensor) or given.shape != param.shape:
+                continue
+            if isinstance(given, Part):
+                state_dict[prefix + name] = given = given.full_tensor()
+            domain, entry = self._of[param]
+            if not given.is_meta and given.dtype is not param.dtype:
+                _write(domain, entry, given)
+
+
+def _write(domain: Domain, entry: ParamRecord, whole: torch.Tensor) -> None:
+    shard, index = entry.shard, entry.index
+    values = shard.in_order(index, whole.detach().to(shard.device, torch.float32).expand(entry.param.size()))
+    with domain.epoch.loading(), domain.all_or_nothing():
+        shard.write("master", index, 0, values)
+    entry.note_replaced()
+
+
+def _part_of(domain: Domain, entry: ParamRecord) -> Part:
+    """Returns this rank's slice of a master as a part, with the shape of the param."""
+    shard, index, param = entry.shard, entry.index, entry.param
+
+    def gather(_: torch.Tensor) -> torch.Tensor:
+        return shard.as_param(domain.gather(shard, "master"), index).clone()
+
+    def gather_slices(local: torch.Tensor) -> torch.Tensor:
+        own = torch.zeros(shard.numel, dtype=local.dtype, device=shard.device)
+        own[shard.slice_of(index).local] = local.to(shard.device)
+        flat = domain.gather_slices(shard, own, "copies of params")
+        return shard.as_param(flat, index).to(local.device, copy=True)
+
+    @torch.no_grad()
+    def write(whole: torch.Tensor) -> None:
+        _write(domain, entry, whole)
+        param.copy_(whole)
+
+    take_parts_along()
+    values, fetch = shard.read("master", index), domain.fetcher(shard, index, "master")
+    is_alone = domain.mesh.shard.size == 1
+    return Part(values, shard.slice_of(index).start, param, gather, None, fetch, write, gather_slices, is_alone)
