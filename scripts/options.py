@@ -88,6 +88,7 @@ WRITTEN: dict[str, Callable[[str], str]] = {
     "shardopt/optim/classes.py": with_keywords,
     "shardopt/optim/adafactor.py": with_keywords,
     "shardopt/optim/large_batch.py": with_keywords,
+    "shardopt/optim/muon.py": with_keywords,
     "shardopt/optim/optimizer.py": with_keywords,
 }
 

@@ -15,15 +15,13 @@ from ..partition.matrix_plan import cost_of
 from ..partition.packing import Packable, Packer, Split
 from ..partition.zero_stage import ZeroStage
 from ..rules.matrix import MatrixRule, matrices_of
-from .formats import formats_for
-from .precision import OWN_DTYPE
+from .formats import OWN_DTYPE, formats_for
 
 if TYPE_CHECKING:
     from ..config import Options
     from ..rules import Rule
-    from .formats import StreamFormats
+    from .formats import DtypeOf, StreamFormats
     from .param import Candidate, Group
-    from .precision import DtypeOf
 
 
 @dataclass(frozen=True)

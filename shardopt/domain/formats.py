@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from ..config import Options
     from ..kernels.formats import Format
     from ..rules import Rule
+
+DtypeOf = Callable[[torch.Tensor], torch.dtype]
+OWN_DTYPE: DtypeOf = attrgetter("dtype")  # the model sees each param as it is
 
 _PRECISIONS = get_args(StateFormat)  # from exact to coarse
 # The formats of most states, and of those that are never negative: second moments, which are dithered.

@@ -6,8 +6,7 @@ that it had before. From there on it is a low-precision param like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +15,15 @@ from ..errors import BindingError
 from ..partition.memory import zeros
 from ..tensors.strides import dense_strides, flattened, in_storage_order
 from .dtensors import is_dtensor
+from .formats import OWN_DTYPE
 from .param_names import matching
 
 if TYPE_CHECKING:
     from ..config import Precision
     from ..partition.layout import BucketLayout
     from .domain import Domain
+    from .formats import DtypeOf
     from .param import Candidate
-
-DtypeOf = Callable[[torch.Tensor], torch.dtype]
-OWN_DTYPE: DtypeOf = attrgetter("dtype")
 
 
 def kept_in_fp32(module: torch.nn.Module | None, precision: Precision) -> frozenset[torch.Tensor]:

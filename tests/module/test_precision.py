@@ -1,8 +1,9 @@
 """``compute_dtype``: an fp32 module trains to the bits of a bf16 one with fp32 masters that start from its values."""
 
+import warnings
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from shardopt import BindingError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import BindingError, Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.tensors.part import Part
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
@@ -31,6 +33,17 @@ class Batch:
     more: dict[str, Any]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(40)
+        self.hidden = nn.Linear(40, 33)
+        self.back = nn.Linear(33, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(torch.relu(self.hidden(self.norm(x))))  # type: ignore[no-any-return]
+
+
 class Net(nn.Module):
     """Params of all sizes, a tied one, one that is not used, a buffer."""
 
@@ -38,9 +51,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(11, 40)
-        self.norm = nn.LayerNorm(40)
-        self.hidden = nn.Linear(40, 33)
-        self.back = nn.Linear(33, 40)
+        self.block = Block()
         self.out = nn.Linear(40, 11, bias=False)
         self.out.weight = self.embed.weight
         self.unused = nn.Parameter(torch.randn(300))
@@ -49,9 +60,42 @@ class Net(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Any]:
         x = self.embed(batch.more["tokens"][0]) + batch.x + batch.more["pair"].one
-        self.seen = [x.dtype, self.hidden.weight.dtype]
-        x = x + self.back(torch.relu(self.hidden(self.norm(x))))
+        self.seen = [x.dtype, self.block.hidden.weight.dtype]
+        x = x + self.run(x)
         return {"logits": self.out(x), "tokens": batch.more["tokens"]}
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.block(x)  # type: ignore[no-any-return]
+
+
+class Autocast(Net):
+    def run(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return super().run(x)
+
+
+class Checkpointed(Net):
+    def run(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Reentrant(Net):
+    def run(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block.compile(backend="aot_eager")
+
+    def run(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of dynamo, which looks at the gradient of an input
+            return super().run(x)
+
+
+NETS = {"plain": Net, "autocast": Autocast, "checkpointed": Checkpointed, "reentrant": Reentrant, "compiled": Compiled}
 
 
 def batch(step: int) -> Batch:
@@ -72,11 +116,16 @@ def tuning(**more: Any) -> Tuning:
     return Tuning(**{"keep_below": 100, "bucket_bytes": 3000, **more})
 
 
-def step_of(model: nn.Module, opt: ShardedOptimizer, given: Batch) -> Tensor:
+def step_of(model: nn.Module, opt: ShardedOptimizer, given: Batch, scaler: Any = None) -> Tensor:
     opt.zero_grad()
     loss: Tensor = model(given)["logits"].float().square().mean()
-    loss.backward()
-    opt.step()
+    if scaler is None:
+        loss.backward()
+        opt.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
     return loss.detach()
 
 
@@ -89,58 +138,117 @@ def exact(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def as_low(kind: type[Any], dtype: torch.dtype = BF16, **options: Any) -> Iterator[tuple[bytes, dict[str, Tensor]]]:
+@dataclass(frozen=True)
+class Setting:
+    """What a training has besides."""
+
+    dtype: torch.dtype = BF16
+    keep: tuple[str, ...] = ()
+    scaler: bool = False
+    net: str = "plain"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Casting(nn.LayerNorm):
+    """What keep_fp32 does to a norm, by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+def as_low(kind: type[Any], setting: Setting, **options: Any) -> Iterator[tuple[bytes, dict[str, Tensor]]]:
     """What a low-precision model trains to, whose masters start from the fp32 values: losses and masters."""
-    model = Net()
-    exact = {param: param.detach().clone() for param in model.parameters()}
+    model = NETS[setting.net]()
+    exact = {name: param.detach().clone() for name, param in model.named_parameters()}
     scale = model.scale
-    model.to(dtype)
+    model.to(setting.dtype)
     model.scale = scale  # buffers stay what they are
-    opt = kind(model, tuning=tuning(), **options)
+    if setting.keep:
+        model.block.norm = Casting(40)  # of ones and zeros
+    opt = kind(model, **{"tuning": tuning(), **options, **setting.options})
     slots = ("exp_avg", "exp_avg_sq") if kind is ShardedAdamW else ("momentum_buffer",)
-    states = {
-        index: {"step": torch.tensor(0.0), "master": exact[param], **{name: torch.zeros(param.shape) for name in slots}}
-        for index, param in enumerate(model.parameters())
-    }
+    states = {}
+    for index, (name, param) in enumerate(model.named_parameters()):
+        states[index] = {"step": torch.tensor(0.0), **{slot: torch.zeros(param.shape) for slot in slots}}
+        if param.dtype is not FP32:
+            states[index]["master"] = exact[name]
     opt.load_state_dict({"state": states, "param_groups": opt.state_dict()["param_groups"]})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if setting.scaler else None
     for step in range(STEPS):
-        loss = raw(step_of(model, opt, low(batch(step), dtype)))
-        masters = {name: opt.state[param]["master"] for name, param in model.named_parameters()}
+        loss = raw(step_of(model, opt, low(batch(step), setting.dtype), scaler))
+        found = {name: opt.state[param].get("master", param.detach()) for name, param in model.named_parameters()}
         yield (
             loss,
-            {name: each.full_tensor() if isinstance(each, Part) else each.clone() for name, each in masters.items()},
+            {name: each.full_tensor() if isinstance(each, Part) else each.clone() for name, each in found.items()},
         )
     opt.close()
 
 
-def as_option(kind: type[Any], dtype: torch.dtype = BF16, **options: Any) -> Iterator[tuple[bytes, dict[str, Tensor]]]:
-    model = Net()
-    opt = kind(model, compute_dtype=dtype, **{"tuning": tuning(), **options})
+def as_option(kind: type[Any], setting: Setting, **options: Any) -> Iterator[tuple[bytes, dict[str, Tensor]]]:
+    model = NETS[setting.net]()
+    own = {"tuning": tuning(), "compute_dtype": setting.dtype, "keep_fp32": setting.keep}
+    opt = kind(model, **{**own, **options, **setting.options})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if setting.scaler else None
     for step in range(STEPS):
-        loss = step_of(model, opt, batch(step))
-        assert model.seen == [dtype, dtype]
+        loss = step_of(model, opt, batch(step), scaler)
+        assert model.seen == [setting.dtype, setting.dtype]
         assert model.scale.dtype is FP32
         yield raw(loss), exact(model)
     opt.close()
 
 
+def compare(expected: Any, found: Any, where: Any) -> None:
+    assert found[0] == expected[0], where
+    for name, each in expected[1].items():
+        assert raw(each) == raw(found[1][name]), (where, name)
+
+
 def same_bits() -> None:
     adamw, sgd = {"lr": 0.01}, {"lr": 0.1, "momentum": 0.9}
     for kind, rates in ((ShardedAdamW, adamw), (ShardedSGD, sgd)):
-        expected = list(as_low(kind, stage=1, **rates))
+        expected = list(as_low(kind, Setting(), stage=1, **rates))
         for stage in (0, 1, 2, 3):
             for neighbours in (True, False):
                 own = tuning(neighbours=neighbours)
-                for step, found in enumerate(as_option(kind, stage=stage, tuning=own, **rates)):
-                    where = (kind.__name__, stage, neighbours, step)
-                    assert found[0] == expected[step][0], where
-                    for name, each in expected[step][1].items():
-                        assert raw(each) == raw(found[1][name]), (*where, name)
+                for step, found in enumerate(as_option(kind, Setting(), stage=stage, tuning=own, **rates)):
+                    compare(expected[step], found, (kind.__name__, stage, neighbours, step))
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_bits_of_a_low_precision_model_with_masters(ranks: Pool, world: int) -> None:
     ranks.run(same_bits, world=world)
+
+
+def same_bits_beside(directory: str) -> None:
+    """With all that a training may have besides."""
+    settings = {
+        "norms in fp32": Setting(keep=("*.no*m",)),
+        "fp16 and a scaler": Setting(FP16, scaler=True),
+        "fp16, and a scaler of fused": Setting(FP16, scaler=True, options={"fused": True}),
+        "reduced in fp32": Setting(options={"reduce_dtype": FP32}),
+        "autocast": Setting(net="autocast"),
+        "checkpointed": Setting(net="checkpointed"),
+        "checkpointed, reentrant": Setting(net="reentrant"),
+        "compiled": Setting(net="compiled"),
+        "compiled, norms in fp32": Setting(net="compiled", keep=("block.norm",)),
+        "clipped": Setting(options={"max_grad_norm": 0.1}),
+        "averaged": Setting(options={"ema": 0.9}),
+        "int8": Setting(options={"state_format": "int8"}),
+        "sums in bf16": Setting(options={"gradient_format": "bf16"}),
+        "on the host": Setting(options={"offload": "cpu"}),
+        "on a disk": Setting(options={"offload": directory}),
+        "params on a disk": Setting(options={"offload": Offload(directory, params=directory)}),
+    }
+    for name, setting in settings.items():
+        stages = (3,) if name == "params on a disk" else (2, 3)
+        expected = list(as_low(ShardedAdamW, setting, lr=0.01, stage=stages[0]))
+        for stage in stages:
+            for step, found in enumerate(as_option(ShardedAdamW, setting, lr=0.01, stage=stage)):
+                compare(expected[step], found, (name, stage, step))
+
+
+def test_bits_beside_other_features(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(same_bits_beside, str(tmp_path), world=2)
 
 
 def test_inputs_and_outputs() -> None:
@@ -169,13 +277,13 @@ def test_inputs_and_outputs() -> None:
 def test_frozen_params_are_cast() -> None:
     for stage in (1, 3):
         model = Net()
-        model.hidden.requires_grad_(False)
+        model.block.hidden.requires_grad_(False)
         opt = ShardedSGD(model, lr=0.1, stage=stage, compute_dtype=BF16, tuning=tuning())
         step_of(model, opt, batch(0))
-        assert model.hidden.weight.dtype is BF16
-        model.hidden.requires_grad_(True)
+        assert model.block.hidden.weight.dtype is BF16
+        model.block.hidden.requires_grad_(True)
         step_of(model, opt, batch(1))
-        assert model.hidden.weight.dtype is BF16
+        assert model.block.hidden.weight.dtype is BF16
         opt.close()
 
 
@@ -193,7 +301,7 @@ def test_what_does_not_apply() -> None:
     with raises(BindingError, "keep_fp32 has the pattern 'nrom'"):
         ShardedSGD(model, lr=0.1, compute_dtype=BF16, keep_fp32=("nrom",))
     assert not model._forward_pre_hooks
-    model.hidden.bfloat16()
+    model.block.hidden.bfloat16()
     opt = ShardedSGD(model, lr=0.1, compute_dtype=BF16)
     with raises(BindingError, "hand the module over in fp32"):
         opt.bind()
@@ -203,9 +311,9 @@ def test_what_does_not_apply() -> None:
     with raises(BindingError, "meta device"):
         opt.bind()
     model = Net()
-    others = [param for param in model.parameters() if param is not model.hidden.weight]
+    others = [param for param in model.parameters() if param is not model.block.hidden.weight]
     opt = ShardedSGD(others, lr=0.1, module=model, compute_dtype=BF16)
-    apart = torch.optim.SGD([model.hidden.weight], lr=0.1)
+    apart = torch.optim.SGD([model.block.hidden.weight], lr=0.1)
     with raises(BindingError, "not averaged for other optimizers"):
         model(batch(0))
     del apart
@@ -271,17 +379,17 @@ def written() -> None:
         step_of(model, opt, batch(0))
         before = exact(model)
         with opt.unsharded(), torch.no_grad():
-            model.hidden.weight[3] = 0.1
-            model.norm.weight.mul_(2)
+            model.block.hidden.weight[3] = 0.1
+            model.block.norm.weight.mul_(2)
         shown = exact(model)
-        hidden = before["hidden.weight"].clone()
+        hidden = before["block.hidden.weight"].clone()
         hidden[3] = torch.tensor(0.1, dtype=BF16).float()
-        assert raw(shown["hidden.weight"]) == raw(hidden), stage
-        assert raw(shown["norm.weight"]) == raw(before["norm.weight"].to(BF16).mul(2).float()), stage
+        assert raw(shown["block.hidden.weight"]) == raw(hidden), stage
+        assert raw(shown["block.norm.weight"]) == raw(before["block.norm.weight"].to(BF16).mul(2).float()), stage
         model.load_state_dict({name: each.to(BF16) if each.dim() else each for name, each in before.items()})
         again = exact(model)
         kept = {name for name, each in before.items() if raw(each) == raw(again[name])}
-        assert kept >= {"embed.weight", "back.weight", "back.bias", "unused"}, stage
+        assert kept >= {"embed.weight", "block.back.weight", "block.back.bias", "unused"}, stage
         model.load_state_dict(before)
         assert same(exact(model), before), stage
         copies = {name: each.clone() for name, each in model.state_dict().items()}
