@@ -17,6 +17,7 @@
 * ``group.py``: a process group whose collectives run on a stream of their own.
 * ``hooks.py``: autograd, which runs the hooks of params on several streams.
 * ``counts.py``: kernels, blocking copies and waits of the host, by phase.
+* ``record.py``: all works of all engines, in bytes, with what each waits for (``tests/support/timeline`` times them).
 * ``machine.py``: all of it together.
 
 Two uses of the same bytes, one of them a write, of which no order makes one come after the other, are a race, whether

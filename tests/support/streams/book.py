@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .clocks import Agent, Clock, Hosts
 from .counts import BLOCKING_COPIES, COPIES, HOST_WAITS, Counts, site
+from .record import COMPUTE, HOST, TO_DEVICE, TO_HOST, Cost, Record
 from .regions import Region, Regions, Use
 from .stream import Stream
 
@@ -31,6 +32,7 @@ class Book:
         self.regions = Regions(self.hosts)
         self.counts = Counts()
         self.default = Stream(self, "the default stream")
+        self.record: Record | None = None  # of what is done from now on
         self._here = _Here()
 
     # -- who acts --------------------------------------------------------------------------------------------------
@@ -86,11 +88,22 @@ class Book:
 
     # -- what is done ----------------------------------------------------------------------------------------------
 
-    def act(self, what: str, reads: Iterable[Span], writes: Iterable[Span], agent: Agent | None = None) -> None:
+    def act(
+        self,
+        what: str,
+        reads: Iterable[Span],
+        writes: Iterable[Span],
+        agent: Agent | None = None,
+        cost: Cost | None = None,
+    ) -> None:
         """An action of a stream, by default the current one: it comes after all that the host did until now."""
         agent = agent or self.stream
         agent.follow(self.host.clock)
         time, where = agent.tick(), site()
+        if self.record is not None:
+            reads, writes = list(reads), list(writes)
+            engine = HOST if agent is self.host else COMPUTE
+            self.record.act(agent, self.host, what, cost or Cost(engine, length(reads) + length(writes)))
         what = what if where is None else f"{what} ({where})"
         for spans, is_write in ((reads, False), (writes, True)):
             for start, end in spans:
@@ -100,21 +113,32 @@ class Book:
 
     def copy(self, into: Tensor, source: Tensor, blocking: bool) -> None:
         """Between host and device; ``into`` has its values already."""
-        self.act("a copy", [span(source)], [span(into)])
+        up = self.region(into).is_device
+        self.act("a copy", [span(source)], [span(into)], cost=Cost(TO_DEVICE if up else TO_HOST, source.nbytes))
         for tensor in (into, source):
             if self.region(tensor).is_pinned:
                 self.region(tensor).recorded.append(self.stream)
         self.counts.note(BLOCKING_COPIES if blocking else COPIES)
         if blocking:
-            self.host.follow(self.stream.clock)
+            self._follow(self.stream.clock, "a blocking copy")
 
     def host_waits(self, clock: Clock) -> None:
         self.counts.note(HOST_WAITS)
+        self._follow(clock, "a wait of the host")
+
+    def _follow(self, clock: Clock, what: str) -> None:
         self.host.follow(clock)
+        if self.record is not None:
+            self.record.call(self.host, what, clock)
 
     @property
     def races(self) -> Sequence[str]:
         return list(self.regions.races)
+
+
+def length(spans: Iterable[Span]) -> int:
+    """Of them together, in bytes."""
+    return sum(end - start for start, end in spans)
 
 
 def span(tensor: Tensor) -> Span:

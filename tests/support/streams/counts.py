@@ -17,6 +17,8 @@ HOST_WAITS = "host waits"
 COPIES = "copies"
 """Between host and device, while the host goes on."""
 COLLECTIVES = "collectives"
+PINNINGS = "pinnings"
+"""Host memory that is registered with the device."""
 
 _PACKAGE = str(Path(shardopt.__file__).parent)
 

@@ -9,15 +9,23 @@ from unittest.mock import patch
 import torch
 
 from shardopt.domain import remote_states, serve
+from shardopt.offload import pinned
 
 from .book import Book
+from .counts import PINNINGS
 from .stream import Event, Stream
 
 
 class _Runtime:
     """As ``torch.cuda.cudart()``: all memory can be registered."""
 
+    def __init__(self, book: Book):
+        self._book = book
+
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self._book.counts.note(PINNINGS)
+        if self._book.record is not None:
+            self._book.record.call(self._book.host, "pinning", pinned=nbytes)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -42,10 +50,11 @@ def stand_in(book: Book) -> Iterator[None]:
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),
         "get_device_capability": lambda device=None: (9, 0),
-        "cudart": _Runtime,
+        "cudart": lambda: _Runtime(book),
         "synchronize": lambda device=None: book.host_waits(book.stream.clock),
     }
     with ExitStack() as stack:
+        stack.enter_context(patch.object(pinned, "_PAGE", 1))  # what is tiny here stands for whole pages
         for name, value in names.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for kept in (remote_states._STREAMS, serve._SERVERS):  # the process's own, which know nothing of this book

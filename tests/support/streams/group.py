@@ -18,6 +18,7 @@ from shardopt.partition.comm import host_group
 
 from .book import Book, span
 from .counts import COLLECTIVES
+from .record import LINK, Cost
 from .stream import Stream
 
 
@@ -56,9 +57,17 @@ class Group(dist.ProcessGroup):
         if strangers:
             raise RuntimeError(f"No backend type associated with device type cpu: {name} of {strangers[0].shape}")
         self.stream.follow(self._book.stream.clock)
-        self._book.act(name, map(span, reads), map(span, writes), self.stream)
+        self._book.act(name, map(span, reads), map(span, writes), self.stream, self._cost(name, [*reads, *writes]))
         self._book.counts.note(COLLECTIVES)
         return Work(self._book, self.stream, [*reads, *writes])
+
+    def _cost(self, name: str, tensors: list[Tensor]) -> Cost:
+        """Of a ring: what a rank sends, which is what it receives."""
+        whole = max(each.nbytes for each in tensors)
+        if name == "all_gather":
+            whole = max(whole, self.size() * min(each.nbytes for each in tensors))
+        share = whole if name == "broadcast" else whole * (self.size() - 1) // self.size()
+        return Cost(LINK, 2 * share if name == "all_reduce" else share)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Work:
         with _disable_current_modes():

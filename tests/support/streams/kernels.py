@@ -22,8 +22,9 @@ from shardopt.kernels.products import INNER, OUTER, MarginPiece
 from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
 
-from .book import Book, Span, span
+from .book import Book, Span, length, span
 from .counts import KERNELS
+from .record import COMPUTE, WORKERS, Cost
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -111,7 +112,8 @@ def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> Non
         places = _values(products)[used.numbers][:, [OUTER, INNER]].ravel().tolist()
         reads += [(at, at + 4) for at in places]
     writes += [span(totals)] * bool(part.measured)
-    book.act("step_kernel", reads, [each for each in writes if each[0] < each[1]])
+    writes = [each for each in writes if each[0] < each[1]]
+    book.act("step_kernel", reads, writes, cost=Cost(COMPUTE, length(reads) + 2 * length(writes)))
     book.counts.note(KERNELS)
 
 
@@ -189,7 +191,9 @@ def _host_steps(book: Book) -> Iterator[None]:
         writes = [each for stream in (*own, *(streams.states[index] for index in places)) for each in used.of(stream)]
         scales = [streams.scale(index) for index in places]
         writes += [each for scale in scales if scale is not None for each in used.of(scale, BLOCK)]
-        book.act("an update on the CPU", used.gradients(spec.grad.itemsize), writes, book.host)
+        reads = used.gradients(spec.grad.itemsize)
+        cost = Cost(WORKERS, length(reads) + 2 * length(writes))
+        book.act("an update on the CPU", reads, writes, book.host, cost)
 
     with patch.object(native_backend, "run", on_host):
         yield

@@ -1,7 +1,7 @@
 """A machine: one GPU, one rank of several, and the account of what is done in which order."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from shardopt.offload import sum_of_products
 from tests.support.compiled import nothing_compiled
 
-from . import cuda, hooks, kernels, tensors
+from . import cuda, disk, hooks, kernels, tensors
 from .book import Book
 from .counts import Counts
 from .group import Group, beside
 from .operations import Operations
+from .record import Record
 
 
 class Machine:
@@ -57,6 +58,16 @@ class Machine:
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Within, what the package does is counted for this phase."""
         return self.book.counts.during(phase)
+
+    @contextmanager
+    def recording(self, larger: int = 1) -> Iterator[Record]:
+        """Within, all works are written down; ``larger`` is a record's."""
+        with disk.written_down(self.book):
+            self.book.record = Record(larger)
+            try:
+                yield self.book.record
+            finally:
+                self.book.record = None
 
     def other_thread(self) -> AbstractContextManager[None]:
         """Within, what is done is another thread's: nothing of the host's comes before it but what it waits for."""

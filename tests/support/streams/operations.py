@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .book import Book, span
+from .book import Book, length, span
 from .counts import KERNELS
+from .record import COMPUTE, Cost
 
 # They touch no values.
 _MAKE_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "_unsafe_view"}
@@ -18,6 +19,11 @@ _MAKE_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 _ANSWER_THE_HOST = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "item"}
 # They take indices, numbers or values of the host as well.
 _TAKE_BOTH = {"copy_", "_to_copy", "index", "index_put_", "set_"}
+# They read a part of what they are given, as large as what they make.
+_TAKE_A_PART = {"embedding", "index", "gather", "index_select"}
+_SET = {"copy_", "zero_", "fill_"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_ATTENTION = "_scaled_dot_product_"
 
 
 class Operations(TorchDispatchMode):
@@ -87,11 +93,21 @@ class _Operation:
         strangers = [each for each in read if each.dim() and not book.is_on_device(each)]
         if strangers and self._name not in _TAKE_BOTH:
             raise RuntimeError(f"Expected all tensors to be on the same device: {self._name} of {strangers[0].shape}")
-        book.act(self._name, map(span, read), map(span, (*written, *fresh)))
+        book.act(self._name, map(span, read), map(span, (*written, *fresh)), cost=self._cost(read, written, fresh))
         if self._name in _ANSWER_THE_HOST:
             book.host_waits(book.stream.clock)
         else:
             book.counts.note(KERNELS)
+
+    def _cost(self, read: list[Tensor], written: list[Tensor], fresh: list[Tensor]) -> Cost:
+        """What is written in place is read as well, but by those that only set it."""
+        out = length(map(span, (*written, *fresh)))
+        if not out:
+            return Cost(COMPUTE)
+        if self._name in _TAKE_A_PART:
+            return Cost(COMPUTE, 2 * out)
+        again = 0 if self._name in _SET else length(map(span, written))
+        return Cost(COMPUTE, length(map(span, read)) + out + again, _flops(self._name, read))
 
     def _is_new(self, tensor: Tensor) -> bool:
         return self._book.regions.known(tensor.untyped_storage()) is None
@@ -113,6 +129,17 @@ class _Operation:
             value = self._arguments[index] if index < len(self._arguments) else self._keywords.get(name)
             (written if is_written else read).extend(_tensors(value))
         return read, written
+
+
+def _flops(name: str, read: list[Tensor]) -> int:
+    """Of products of matrices; of attention two products forward and five backward."""
+    if name in _PRODUCTS:
+        left, right = read[-2:]
+        return 2 * left.numel() * right.shape[-1]
+    if name.startswith(_ATTENTION) or name.startswith("_flash_attention"):
+        query, key = (read[1:] if "backward" in name else read)[:2]
+        return (10 if "backward" in name else 4) * query.numel() * key.shape[-2]
+    return 0
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
