@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .arguments import whole
+from .arguments import flag, whole
 from .bindings import Bindings
 from .config import Offload, check_norm_group
 from .domain.agreement import agree_on_call
@@ -255,6 +255,34 @@ class Engine(Bindings):
         beside = [each for each in live_engines() if each.takeover is not None and each.takeover.module is module]
         domains = [domain for engine in beside for domain in engine.domains]
         return weights_of(module, self.groups, domains, dtype, names)
+
+    def gradient_weight(self, tokens: object, average: object) -> None:
+        """See :meth:`ShardedOptimizer.gradient_weight`."""
+        count, is_mean = whole(tokens, "gradient_weight(tokens=)", least=0), flag(average, "gradient_weight(average=)")
+        with self.turn.take_between("gradient_weight()"):
+            self.check_open()
+            if self.takeover is None or self.options.release_gradients:
+                raise ShardoptError(
+                    "hand the module over (ShardedAdamW(model, stage=2)), without release_gradients=True: "
+                    "gradient_weight() weighs gradients that backward adds up, and here they are averaged by DDP, or "
+                    "used up bucket by bucket before all ranks' tokens are known."
+                )
+            self.ensure_domains()
+            backward = self.takeover.backward
+            assert backward is not None
+            if backward.has_stages or self.takeover.averaged.named or len(self.domains) > 1:
+                raise ShardoptError(
+                    "weigh the loss yourself: gradient_weight() weighs the gradients of one backward with the tokens "
+                    "of one rank, and here schedules of pipeline stages run backwards, experts have gradients of "
+                    "other ranks' tokens, or another optimizer trains some params."
+                )
+            halves = [entry.name for entry in backward.entries if entry.param.dtype is torch.float16]
+            if halves:
+                raise ShardoptError(
+                    f"keep params in fp32 or bf16: the gradient of {halves[0]} is fp16, in which a product with the "
+                    "number of tokens overflows."
+                )
+            backward.weigh(count, is_mean)
 
     def forget_backward(self) -> None:
         """Forgets a failed backward, after gradients were set to None or zero."""

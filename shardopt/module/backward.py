@@ -37,6 +37,7 @@ from ..tensors.pipelining import ZERO_BUBBLE
 from .arrivals import Arrivals
 from .closure import ClosureState
 from .gradient_totals import GradientTotals
+from .gradient_weights import GradientWeights
 from .hooks import call_while_alive
 from .round_gradients import RoundGradients, shown_slice
 
@@ -113,6 +114,7 @@ class Backward(RoundGradients):
         self._is_said = False  # by a forward, of a backward that has not begun
         self._task = -1  # of autograd: the last one of which it is known whether it is a round
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
+        self._is_fresh = False  # what gradients there are have been zeroed, and none was added
         self.on_end: Callable[[bool], None] = lambda _: None
         self.on_reduced: Callable[[], None] = lambda: None
         self.before_round: Callable[[list[int]], int | None] | None = None
@@ -140,6 +142,8 @@ class Backward(RoundGradients):
             self._arrivals[shard] = Arrivals(reduce, shard, some)
             self._hooks += self._arrivals[shard].attach()
         self._number(by_shard)
+        if self.weights is not None:
+            self.weights.attach(entries)
 
     def _attach_slices(self, entries: Sequence[ParamRecord]) -> None:
         alike: dict[torch.dtype, list[ParamRecord]] = {}
@@ -175,6 +179,8 @@ class Backward(RoundGradients):
             if isinstance(entry.grad, Part):
                 entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
+        if self.weights is not None:
+            self.weights.detach()
         self._hooks, self.entries, self._totals = [], [], GradientTotals()
         self._staged, self._arrivals, self._numbers = {}, {}, {}
         self.is_syncing = False  # the user may still run backward through an older graph
@@ -221,6 +227,8 @@ class Backward(RoundGradients):
         for each in self.followers:
             each.check_whole()
         self.check_reduced()
+        if self.weights is not None:
+            self.weights.check()
         slices = [entry.gradient_slice for entry in self.entries]
         pending = [n for n, each in enumerate(slices) if each is not None and each.pending is not None]
         waiting = next((self.entries[n] for n in pending if shown_slice(self.entries[n]) is not None), None)
@@ -251,7 +259,9 @@ class Backward(RoundGradients):
             each.forget_gradients()
         if self.is_open:
             self.abandon("zero_grad() was called in the middle of it")
-        self._lost = None
+        self._lost, self._is_fresh = None, True
+        if self.weights is not None:
+            self.weights.forget()
         for gradient_slice in self._slices:
             gradient_slice.pending, gradient_slice.unreduced = None, 0
         # Only after a forward that raised. Otherwise another rank may have abandoned the batch that this rank has yet
@@ -403,13 +413,17 @@ class Backward(RoundGradients):
         self._open_followers()
         self.finish()
 
-    def run_round_of_zeros(self, held: Collection[int], divisor: int) -> None:
+    def run_round_of_zeros(self, held: Collection[int], divisor: int, is_weighted: bool) -> None:
         """Runs a round to which this rank adds zeros, as it has run out of batches.
 
         Args:
             held: numbers of the params that hold a gradient of an earlier round on the other ranks.
             divisor: the divisor of the round's sums.
+            is_weighted: gradients of the others have weights.
         """
+        if is_weighted:
+            self.weights = self.weights or GradientWeights()
+            self.weights.run_out()
         for number, entry in enumerate(self.entries):
             if entry.gradient_slice is not None:
                 entry.gradient_slice.pending = None
@@ -419,7 +433,32 @@ class Backward(RoundGradients):
         self._begin_round()
         self.finish()
 
+    def weigh(self, tokens: int, is_mean: bool) -> None:
+        """Gives the weight of the gradients of the next backward, see :mod:`.gradient_weights`."""
+        self.weights = self.weights or GradientWeights()
+        if not self.weights.is_on:
+            self.weights.forget()
+            self.weights.attach(self.entries)
+            if any(map(_has_unreduced, self.entries)):
+                self.weights.miss()
+        self.weights.give(tokens, is_mean)
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if this rank knows that the gradients of the next round have weights."""
+        return self.weights is not None and self.weights.is_on
+
+    def _look_at_weights(self) -> None:
+        """Compares the weights with the sums that params show, ahead of a round."""
+        assert self.weights is not None
+        if not any(shown_slice(entry) is not None for entry in self.entries):
+            self.weights.total = None
+        elif self.weights.total is None and not self._is_fresh:
+            self.weights.miss()
+
     def _begin_round(self) -> None:
+        if self.weights is not None:
+            self._look_at_weights()
         with torch._C.DisableTorchFunctionSubclass():  # params may be resharded: see finish()
             self._start_round()
         self._lost = None
@@ -507,12 +546,22 @@ class Backward(RoundGradients):
                 late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}
                 self._reduce_late({entry.shard.number for entry in late})
                 report = self._report(flags)  # finish_late() changed the sums
+            if self._told or self.is_weighted:
+                self.weights = self.weights or GradientWeights()
+                self.weights.settle(report.weights)
             self._show_gradients(report)
             if self.followers:
                 for each in (*self.followers, self):
                     each.mark_spoilt(report.spoilt)
+            self._is_fresh = False
             self._reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
             self._stage = None
+
+
+def _has_unreduced(entry: ParamRecord) -> bool:
+    """True if the param shows a gradient, or a part of one, that no round has reduced."""
+    own = entry.gradient_slice
+    return own is not None and entry.grad is not None and bool(own.unreduced or own.pending is not None)
 
 
 def _note_unreduced(entry: ParamRecord, is_early: bool) -> None:

@@ -2,8 +2,8 @@
 
 A report is a vector of int64. Each rank fills in its own report, and the sum over ranks is the report of all of them::
 
-    failed    updated   limbs, counts      largest
-    [ranks]   [1]       [params, 22]       [pieces]
+    failed, weight   updated   limbs, counts      largest
+    [ranks]          [1]       [params, 22]       [pieces]
 
 Sums of integers have the same bits in any order. Limbs and counts are added up; a flag becomes the number of ranks that
 set it. A sum does not keep a maximum, so every piece (the part of one param that lies in one shard) has a word of its
@@ -125,7 +125,11 @@ class Report:
 
     def mark_failed(self, rank: int) -> None:
         """Says that this rank's gradients are missing."""
-        self._head[rank] = 1
+        self._head[rank] |= 1
+
+    def tell_weight(self, rank: int, word: int) -> None:
+        """Tells this rank's word of the weights of gradients; 0: it has none."""
+        self._head[rank] |= word << 1
 
     def mark_spoilt(self) -> None:
         """Says that gradients of this rank's experts hold an Inf or NaN, of which other ranks know nothing."""
@@ -134,10 +138,21 @@ class Report:
     # -- all ranks read ------------------------------------------------------------------------------------------------
 
     @property
-    def failed(self) -> list[int]:
-        """The ranks whose gradients are missing."""
+    def told(self) -> list[int]:
+        """The ranks that failed, or told a weight: none, in most rounds."""
         ranks: list[int] = np.flatnonzero(self._head[: self._layout.ranks]).tolist()
         return ranks
+
+    @property
+    def failed(self) -> list[int]:
+        """The ranks whose gradients are missing."""
+        return [rank for rank in self.told if self._head[rank] & 1]
+
+    @property
+    def weights(self) -> list[int]:
+        """By rank: its word of the weights of gradients."""
+        words: list[int] = (self._head[: self._layout.ranks] >> 1).tolist()
+        return words
 
     @property
     def spoilt(self) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..partition.reducer import Reducer
     from .arrivals import Arrivals
+    from .gradient_weights import GradientWeights
 
 _REPORTING = "telling norms of gradients"
 
@@ -79,6 +80,8 @@ class RoundGradients:
         self._follower_error: Exception | None = None  # why this rank could not end a round of its experts
         self._is_spoilt_by_followers = False  # a gradient of an expert holds an Inf or NaN
         self.has_stages = self.found_nonfinite = False
+        self.weights: GradientWeights | None = None  # from the first call of gradient_weight() on
+        self._told: list[int] = []  # the ranks that told a weight in this round
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
     @property
@@ -119,6 +122,10 @@ class RoundGradients:
     # -- to the reducer --------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
+        divisor = self._divisor
+        if self.weights is not None and self.weights.is_on:
+            # Sums stay sums while tokens are added, and are measured as sums: the total is known behind the report.
+            divisor, self._divisor = self.weights.divisor, 1
         held: list[set[int]] = [set() for _ in self._reducer.buckets]
         absent: list[set[int]] = [set() for _ in self._reducer.buckets]
         for entry in self.entries:
@@ -135,8 +142,8 @@ class RoundGradients:
                 continue
             held[entry.shard.number].add(entry.index)
             # The user may have read or scaled the mean since.
-            if gradient_slice.divisor != self._divisor:
-                read = gradient_slice.restore_sum(self._divisor)
+            if gradient_slice.divisor != divisor:
+                read = gradient_slice.restore_sum(divisor)
                 if read is not None:
                     last_used(read)  # the stream of the first hook is not the one that allocated it
         self._reducer.start_round(held, absent, self._stage)
@@ -246,7 +253,8 @@ class RoundGradients:
         report, error = self._add_reports(flags)
         if error is not None:
             raise error
-        if report.failed:
+        self._told = report.told
+        if self._told and report.failed:
             raise _left(report)
         if report.held_apart.any():
             name = self.entries[int(report.held_apart.argmax())].name
@@ -266,6 +274,8 @@ class RoundGradients:
         report.fill_flags(flags)
         if self._is_spoilt_by_followers:
             report.mark_spoilt()
+        if self.weights is not None:
+            report.tell_weight(mesh.world.rank, self.weights.word)
         if self._failed:
             report.mark_failed(mesh.world.rank)
         # Where the ranks' messages travel from device to device, the totals do not come to the host before.
@@ -306,7 +316,10 @@ class RoundGradients:
     def _show_gradients(self, report: Report) -> None:
         """Makes ``param.grad`` a part wherever any rank had a gradient."""
         two, largest, counts = norms_of_limbs(report.limbs), report.largest, report.nonfinite
-        self.found_nonfinite = bool(counts.any())
+        divisor, self.found_nonfinite = self._divisor, bool(counts.any())
+        if self.weights is not None and self.weights.is_on:  # what was measured are sums
+            divisor = self.weights.divisor
+            two, largest = two / divisor, largest / divisor
         shown = np.flatnonzero(report.present | report.held)
         measured = np.zeros(len(self.entries), dtype=bool)
         for shard, numbers in self._numbers.items():
@@ -318,7 +331,7 @@ class RoundGradients:
             gradient_slice = entry.gradient_slice
             if gradient_slice is None:
                 continue
-            gradient_slice.divisor, gradient_slice.is_used = self._divisor, False
+            gradient_slice.divisor, gradient_slice.is_used = divisor, False
             # Every rank has come to this round: nobody reads an older gradient.
             gradient_slice.round, gradient_slice.edit_count, gradient_slice.was_read = rounds, 0, False
             if gradient_slice.kept:

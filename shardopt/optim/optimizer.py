@@ -216,6 +216,25 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.unsharded(ema)
 
+    def gradient_weight(self, tokens: int, average: bool = True) -> None:
+        """Gives the next backward's gradients a weight: those of the step become the mean over all tokens. Local.
+
+        Call it before each backward of a step, on every rank, with the number of tokens (or samples) that the loss is
+        the mean of: micro-batches under :meth:`no_sync` and ranks in a :meth:`join` count too. The gradients of the
+        step are then ``sum(tokens * gradient) / sum(tokens)``, those of one process with all the tokens. No tokens
+        contribute nothing, not even a NaN. It needs the module, and costs no message.
+
+        Args:
+            tokens: whole number, 0 or more.
+            average: False leaves out the division: the sum over all tokens. The same for a whole step.
+
+        Raises:
+            StateError: the last weight was not used by a backward.
+            DisagreementError: a rank forgot the call, at the end of that backward and on all ranks.
+            ShardoptError: from :meth:`step` on all ranks: there were no tokens at all.
+        """
+        self.engine.gradient_weight(tokens, average)
+
     def weights(
         self,
         bucket_bytes: int = 256 << 20,

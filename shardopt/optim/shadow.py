@@ -80,7 +80,11 @@ class Shadow(JoinHook):
             hook = me()
             with closure.raising_together():
                 announced = (
-                    None if hook is None else hook.announce("round", lambda: {"held": held, **edits_of(backward)})
+                    None
+                    if hook is None
+                    else hook.announce(
+                        "round", lambda: {"held": held, "weighted": backward.is_weighted, **edits_of(backward)}
+                    )
                 )
             return None if hook is None or announced is None else hook._divisor(announced)
 
@@ -313,7 +317,9 @@ class Shadow(JoinHook):
     def _round(self, engine: Engine, announced: Announcement) -> None:
         assert self._backward is not None
         follow_edits(self._backward, announced.facts["edits"])
-        self._backward.run_round_of_zeros(announced.facts["held"], self._divisor(announced))
+        self._backward.run_round_of_zeros(
+            announced.facts["held"], self._divisor(announced), announced.facts["weighted"]
+        )
 
     def _step(self, engine: Engine, announced: Announcement) -> None:
         facts = announced.facts

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardopt import DisagreementError, ShardedOptimizer, ShardedSGD, Tuning
-from tests.optim.test_every_argument import EVERYTHING, FLAG, FROM_0, NONE, NOTHING, ONE, WALK, is_clear
+from tests.optim.test_every_argument import COUNT, EVERYTHING, FLAG, FROM_0, NONE, NOTHING, ONE, WALK, is_clear
 from tests.support.ranks import Pool
 from tests.support.training import raises
 
@@ -22,6 +22,7 @@ METHODS = {
     "bind": {"state_dict": NONE, "init_fn": NONE},  # what else there is to give waits for params on the meta device
     "close": {},
     "consolidate_state_dict": {"to": {"0"}},  # of one rank
+    "gradient_weight": {"tokens": COUNT, "average": FLAG},
     "join": {name: FLAG for name in ("divide_by_initial_world_size", "enable", "throw_on_early_termination")},
     "join_hook": {"divide_by_initial_world_size": FLAG, "keywords": EVERYTHING},
     "load_state_dict": {"state_dict": NOTHING},
@@ -49,6 +50,7 @@ METHODS = {
 GIVEN: dict[str, dict[str, Any]] = {
     "log": {"writer": print},
     "monitor": {"path": "reports"},
+    "gradient_weight": {"tokens": 1},
     "sum_tied": {"param": nn.Parameter(torch.ones(1)), "group": None},
 }
 

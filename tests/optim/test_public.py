@@ -88,6 +88,7 @@ def test_methods_are_added_on_purpose() -> None:
         "close",
         "consolidate_state_dict",
         "grad_norm",
+        "gradient_weight",
         "join",
         "join_device",
         "join_hook",
@@ -151,6 +152,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 DEFAULTS_OF_METHODS: dict[str, dict[str, Any]] = {
     "bind": {"state_dict": None, "init_fn": None},
     "consolidate_state_dict": {"to": 0},
+    "gradient_weight": {"average": True},
     "join": {"divide_by_initial_world_size": True, "enable": True, "throw_on_early_termination": False},
     "join_hook": {"divide_by_initial_world_size": True},
     "log": {"every": 10},

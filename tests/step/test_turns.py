@@ -97,6 +97,7 @@ ALONE: dict[str, Call] = {
     "bind": lambda model, opt, folder: opt.bind(),
     "close": lambda model, opt, folder: opt.close(),
     "consolidate_state_dict": lambda model, opt, folder: opt.consolidate_state_dict(),
+    "gradient_weight": lambda model, opt, folder: opt.gradient_weight(1),
     "offload": lambda model, opt, folder: opt.offload(),
     "reduce_gradients": lambda model, opt, folder: opt.reduce_gradients(),
     "reload": lambda model, opt, folder: opt.reload(),
