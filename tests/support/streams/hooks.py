@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,18 @@ class _Engine:
         return getattr(self._engine, name)
 
 
+@dataclass(frozen=True)
+class _Both:
+    """The handle of what joins the stream of a leaf, and of the hook that leaves it: one alone would stay there."""
+
+    joining: Any
+    hook: Any
+
+    def remove(self) -> None:
+        self.joining.remove()
+        self.hook.remove()
+
+
 @contextmanager
 def on_streams(book: Book, count: int) -> Iterator[None]:
     """Within, the leaves of new hooks are on so many streams, one after the other."""
@@ -54,9 +67,9 @@ def on_streams(book: Book, count: int) -> Iterator[None]:
                     book.act("AccumulateGrad", [], [span(of.grad)])
                 hook(of)
 
-        param.register_hook(before)
+        joining = param.register_hook(before)
         with torch._C.DisableTorchFunctionSubclass():
-            return register(param, after)
+            return _Both(joining, register(param, after))
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Tensor, "register_post_accumulate_grad_hook", on_leaf))
