@@ -21,6 +21,7 @@ from ..errors import BindingError, CommunicationError, RuleError
 from ..partition.comm.group import Ranks, Traffic
 from ..partition.comm.transport import Transport
 from ..partition.zero_stage import ZeroStage
+from ..tensors.edits import Edits
 from .agreement import agreed
 from .bucket_plan import MatrixStats, matrix_stats
 from .epoch import Epoch
@@ -95,7 +96,7 @@ class Domain:
     ``entries``, ``shards``, ``links``            :meth:`adopt`, by bind; :meth:`drop_left`; :meth:`release`
     ``store``, and the homes of the shards        :meth:`move_to`
     ``steps_agreed``                              :meth:`count_step`
-    ``epoch``, ``clock``                          their own methods; :meth:`end_step`
+    ``epoch``, ``clock``, ``edits``               their own methods; :meth:`end_step`
     ``broken``, ``is_half_loaded``                :meth:`mark_broken`, :meth:`mark_repaired`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
     ``cut_over``                                  :meth:`note_slice`
@@ -121,6 +122,7 @@ class Domain:
         self.turn = turn
         self.epoch = Epoch()  # the moment of the states
         self.clock = Clock()
+        self.edits = Edits()  # of reduced gradients in place, which the next step compares
         self.links: Links | None = None
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash

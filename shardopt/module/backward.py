@@ -133,6 +133,8 @@ class Backward(RoundGradients):
         self._attach_slices(entries)
         by_shard: dict[Shard, list[ParamRecord]] = {}
         for entry in entries:
+            if entry.gradient_slice is not None:
+                entry.gradient_slice.number = len(self.entries)
             self.entries.append(entry)
             _note_unreduced(entry, is_early=True)
             by_shard.setdefault(entry.shard, []).append(entry)
@@ -150,7 +152,8 @@ class Backward(RoundGradients):
         for entry in entries:
             alike.setdefault(entry.shard.gradient_sum.total.dtype, []).append(entry)
         for dtype, some in alike.items():
-            table = NormTable(dtype, [entry.shard.bucket.layout.numels[entry.index] for entry in some])
+            numels = [entry.shard.bucket.layout.numels[entry.index] for entry in some]
+            table = NormTable(dtype, numels, self._domain.edits)
             for row, entry in enumerate(some):
                 self._attach_slice(entry, (table, row))
 

@@ -128,6 +128,7 @@ class RoundGradients:
             divisor, self._divisor = self.weights.divisor, 1
         held: list[set[int]] = [set() for _ in self._reducer.buckets]
         absent: list[set[int]] = [set() for _ in self._reducer.buckets]
+        fresh: list[int] = []  # gradients that begin anew
         for entry in self.entries:
             gradient_slice = entry.gradient_slice
             if not entry.outer.requires_grad:
@@ -139,6 +140,7 @@ class RoundGradients:
                 gradient_slice.keep_mean()
             if entry.outer.grad is None or not gradient_slice.shows_in(entry.grad):
                 gradient_slice.pending = gradient_slice.undivided = None
+                fresh += (gradient_slice.number,)
                 continue
             held[entry.shard.number].add(entry.index)
             # The user may have read or scaled the mean since.
@@ -146,6 +148,8 @@ class RoundGradients:
                 read = gradient_slice.restore_sum(divisor)
                 if read is not None:
                     last_used(read)  # the stream of the first hook is not the one that allocated it
+        if self._domain.edits:
+            self._domain.edits.forget(fresh)
         self._reducer.start_round(held, absent, self._stage)
         num_awaited = self._reducer.num_awaited
         for arrivals in self._arrivals.values():

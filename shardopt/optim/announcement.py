@@ -9,6 +9,7 @@ import torch
 
 from ..domain.hyperparameters import plain_numbers
 from ..errors import DisagreementError
+from ..tensors.gradient_slice import UNREPEATABLE
 
 if TYPE_CHECKING:
     from ..module.backward import Backward
@@ -99,12 +100,14 @@ def edits_of(backward: Backward) -> dict[str, Any]:
         slot = entry.gradient_slice
         if slot is None or not slot.shows_in(entry.grad):
             continue
+        is_unrepeatable = any(edit[0] == UNREPEATABLE for edit in slot.edits)
         if slot.edits:
             edits[str(number)], slot.edits = slot.edits, []
-        if slot.was_written:
+        if slot.was_written or is_unrepeatable:
             written = (
-                f"the gradient of {entry.name} was written to through .local or a view of it, which they could not "
-                "repeat. Scale and clamp gradients as a whole (clip_grad_norm_, clip_grad_value_, mul_)."
+                f"the gradient of {entry.name} was written to through .local or a view of it, or changed by elements, "
+                "which they could not repeat. "
+                "Scale and clamp gradients as a whole (clip_grad_norm_, clip_grad_value_, mul_)."
             )
     return {"edits": edits, "written": written}
 

@@ -216,6 +216,8 @@ def _survey_and_agree_in(
         if consensus.proposes_order:
             _adopt_order(domain)
     domain.count_step()
+    if domain.edits:
+        domain.edits.clear()
     return plan, consensus
 
 
@@ -243,6 +245,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
             "gradients": {entry.name: words[present.get(entry)] for entry in entries},
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
+            "changes in place of gradients": {entries[number].name: texts for number, texts in edits.items()},
             "norm of the gradients known from backward": stats.norm,
             "orders of units that contradict the schedule": departures,
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
@@ -251,9 +254,12 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     sharded = None if domain.sharded is None or not domain.sharded.leads else domain.sharded
     departures = [] if sharded is None else sharded.gatherer.departures
     proposes = sharded is not None and sharded.gatherer.orders.proposes
+    edits = domain.edits.told() if domain.edits and domain.mesh.world.size > 1 else {}
     key: list[Any] | None = None
     if domain.mesh.world.size > 1:  # one rank has nothing to compare with
         key = [domain.steps_agreed, call.closure, numbers, domain.left, plan.facts, call.scale, stats.norm, departures]
+        if edits:
+            key.append(list(edits.items()))
     written = len(plan.written)
     return StepDigest(
         key,

@@ -9,8 +9,9 @@ unscaling, zeroing and reading a norm need no communication and give the same re
     GradScaler.unscale_               found_inf from the count of Inf and NaN, mul_ of each slice
     zero_grad(set_to_none=False)      zero_
     gradient accumulation             add_, which passes the full local gradient to the reducer
+    other edits by elements           each rank changes its slice (:mod:`.gradient_edits`); the norms are unknown
 
-On a rank that holds the whole gradient, every operation that only reads works, too.
+What else is asked is answered of the whole, which a rank reads from the others by itself.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
 from .fetched_view import as_views, makes_views, writes_to
+from .gradient_edits import edit, edit_whole
 from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
 from .part import Mask, Part, refusal
 from .pipelining import is_called_by_pipeline
@@ -46,7 +48,7 @@ class GradientPart(Part):
     With ``Offload(gradients="cpu")`` the slice is in host memory, and so are ``local`` and views. All other results,
     copies and norms included, are on the param's device.
 
-    The part can be scaled in place (``mul_``, ``div_`` by one number, ``neg_``), zeroed, and clamped by numbers. Its
+    The part can be changed in place by elements. Its
     norms of order 2 and inf are known: fp32 unless a dtype is given; NaN if any element is Inf or NaN. ``isfinite``,
     ``isinf`` and ``isnan`` return a mask with ``all()`` and ``any()``. ``detach()`` and ``.data`` return the same
     gradient, ``clone()`` and casts return copies of the slice.
@@ -162,6 +164,35 @@ class GradientPart(Part):
     def _refused_write(self, call: str) -> StateError:
         return _unwritable(call)
 
+    @property
+    def data(self) -> Tensor:
+        """The same gradient; values that are assigned to it become the gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values is not self:
+            self._take(values, "a write to .data")
+
+    def set_(self, source: Any = None, *arguments: Any) -> Self:
+        """Takes the values of a tensor like this one; it does not show that tensor's memory from then on."""
+        if arguments or not isinstance(source, Tensor):
+            raise _unwritable("set_() of a storage")
+        self._take(source, "set_()")
+        return self
+
+    def _take(self, values: Tensor, call: str) -> None:
+        if (values.size(), values.dtype, values.device) != (self.size(), self.dtype, self.device):
+            raise _unwritable(f"{call} of another shape, dtype or device")
+        with torch.no_grad():
+            self.copy_(values)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.whole_slice().gather is None:
+            super().__setitem__(index, value)
+        else:
+            edit_whole(self, "setitem", _set_item, (index, value))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.gradient_slice.total.numel()
         return (
@@ -198,6 +229,10 @@ class GradientPart(Part):
         return _of_whole(function, arguments, keywords)
 
 
+def _set_item(whole: Tensor, index: Any, value: Any) -> None:
+    whole[index] = value
+
+
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
@@ -216,8 +251,6 @@ def _number(function: Any, operand: Any, slices: Sequence[GradientSlice]) -> Any
     """
     if not isinstance(operand, Tensor):
         return operand
-    if operand.numel() != 1:
-        raise _unwritable(function)
     if type(operand) is not Tensor or operand.is_inference():  # the latter counts no versions
         return operand.item()
     version, number, known = _READ.get(operand, (None, None, set()))
@@ -229,13 +262,22 @@ def _number(function: Any, operand: Any, slices: Sequence[GradientSlice]) -> Any
     return number
 
 
-def _multiply(function: Any, part: GradientPart, other: Any) -> GradientPart:
+def _is_number(operand: Any) -> bool:
+    """True for a number, and for a tensor that holds one."""
+    return not isinstance(operand, Tensor) or (operand.numel() == 1 and not isinstance(operand, Part))
+
+
+def _multiply(function: Any, part: GradientPart, other: Any) -> Any:
+    if not _is_number(other):
+        return NotImplemented
     gradient_slice = part.whole_slice()
     multiply([gradient_slice], _number(function, other, [gradient_slice]))
     return part
 
 
-def _divide(function: Any, part: GradientPart, other: Any) -> GradientPart:
+def _divide(function: Any, part: GradientPart, other: Any) -> Any:
+    if not _is_number(other):
+        return NotImplemented
     gradient_slice = part.live_slice()
     pending = gradient_slice.pending
     if pending is not None and not is_called_by_pipeline():
@@ -271,16 +313,16 @@ def _from_above(slices: Sequence[GradientSlice], high: float) -> None:
     clamp(slices, high=high)
 
 
-def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float = 1) -> GradientPart:
+def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float = 1) -> Any:
     """Answers ``param.grad += grad``, as autograd does in a second backward."""
     gradient_slice = part.live_slice()
-    in_backward = torch._C._current_graph_task_id() >= 0 or is_called_by_pipeline()
+    if torch._C._current_graph_task_id() < 0 and not is_called_by_pipeline():
+        return NotImplemented
     is_gradient = isinstance(other, Tensor) and not isinstance(other, Part) and other.size() == part.size()
-    if not (in_backward and is_gradient and alpha == 1):
+    if not (is_gradient and alpha == 1):
         raise StateError(
-            "add the term to the loss, or gather the gradient with full_tensor() on every rank: only a backward, whose "
-            f"gradients are summed over ranks, can add to {part!r}. This would be added on some ranks and not on "
-            "others."
+            "add the term to the loss, or to the gradient after backward: only autograd, whose gradients are summed "
+            f"over ranks, adds to {part!r} in a backward. This would be added on some ranks and not on others."
         )
     gradient_slice.receive(other)
     return part
@@ -493,7 +535,10 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     The result has the part's dtype. A view shows the slice's own memory and has its dtype: no write to it is lost.
     """
     if writes_to(GradientPart, function, arguments, keywords):
-        raise _unwritable(function)
+        found = NotImplemented if torch._C._current_graph_task_id() >= 0 else edit(function, arguments, keywords)
+        if found is NotImplemented:
+            raise _unwritable(function)
+        return found
     parts = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, Part)]
     if not all(_is_readable(part) for part in parts):
         raise refusal(function)
@@ -530,9 +575,9 @@ def _averaged(function: Any) -> StateError:
 
 def _unwritable(function: Any) -> StateError:
     return StateError(
-        "change the loss instead, or the gradients that hooks of the param see in backward: "
-        f"{function} would change a gradient that is sharded over ranks. In place it can only be multiplied or divided "
-        "by one number, negated, zeroed, and clamped by numbers."
+        "change the loss instead, or the gradient that full_tensor() returns on every rank, and assign that: "
+        f"{function} would change a gradient that is sharded over ranks, in backward or by elements that this rank "
+        "lacks. After backward, functions by elements change it: mul_, add_, clamp_, copy_, a mask, an index."
     )
 
 

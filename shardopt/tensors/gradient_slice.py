@@ -26,6 +26,7 @@ class GradientSlice:
         gather: collective; returns the whole mean gradient (the param's shape), once every rank has divided its slice.
             None where this rank holds the whole gradient.
         table, row: where the norms of the whole gradient stand.
+        number: of the gradient among those of its domain, the same on all ranks.
         divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
         undivided: the sum that ``total`` held before ``show_mean()`` divided it.
         part: the part that shows this gradient. Any other part of this slice is stale.
@@ -56,6 +57,7 @@ class GradientSlice:
     ):
         self.total, self.start, self.receive, self.gather, self.fetch = total, start, receive, gather, fetch
         self.table, self.row = place
+        self.number = self.row
         self.divisor = 1
         self.undivided: Tensor | None = None
         self._undivided_by = 1  # the divisor that made the mean of it
@@ -239,6 +241,8 @@ def multiply(slices: Sequence[GradientSlice], factor: float) -> None:
             torch._foreach_mul_(totals, factor)
     for table, rows in _edited(slices, ["mul_", factor]):
         table.multiply(rows, factor)
+        if table.edits:
+            _note(table, slices, f"mul_ {factor!r}")
 
 
 def divide(slices: Sequence[GradientSlice], divisor: float) -> None:
@@ -248,6 +252,8 @@ def divide(slices: Sequence[GradientSlice], divisor: float) -> None:
         _divide(totals, divisor)
     for table, rows in _edited(slices, ["div_", divisor]):
         table.divide(rows, divisor)
+        if table.edits:
+            _note(table, slices, f"div_ {divisor!r}")
 
 
 def negate(slices: Sequence[GradientSlice]) -> None:
@@ -260,6 +266,7 @@ def negate(slices: Sequence[GradientSlice]) -> None:
     for each in slices:
         each.edits.append(["neg_"])
         each.edit_count += 1
+        each.table.edits.note(each.number, "neg_")
     settle(slices)
 
 
@@ -271,6 +278,7 @@ def zero(slices: Sequence[GradientSlice]) -> None:
         each.edits, each.pending, each.undivided = [], None, None
     for table, rows in _edited(slices, ["zero_"], follows=True):
         table.zero(rows)
+        table.edits.forget([each.number for each in slices])
 
 
 def clamp(slices: Sequence[GradientSlice], low: float | None = None, high: float | None = None) -> None:
@@ -285,6 +293,29 @@ def clamp(slices: Sequence[GradientSlice], low: float | None = None, high: float
         if bound is not None:
             for table, rows in _edited(slices, [name, bound]):
                 table.forget(rows)
+            for each in slices:
+                each.table.edits.note(each.number, f"{name} {bound!r}")
+
+
+UNREPEATABLE = ""  # names an edit that a rank without its arguments cannot make
+
+
+def change(gradient_slice: GradientSlice, by: Callable[[Tensor], object], text: str, wholes: Sequence[Tensor]) -> None:
+    """Changes the mean by a function that is given the slice, in place. The norms are not known afterwards.
+
+    Args:
+        text: names the edit and its numbers.
+        wholes: the whole tensors that were part of it.
+    """
+    divide_all([gradient_slice])
+    try:
+        by(gradient_slice.total)
+    except BaseException:  # torch looks at its arguments before it writes
+        settle([gradient_slice])
+        raise
+    for table, rows in _edited([gradient_slice], [UNREPEATABLE, text], follows=True):
+        table.forget(rows)
+    gradient_slice.table.edits.note(gradient_slice.number, text, wholes)
 
 
 def set_norms(slices: Sequence[GradientSlice], two: Array, largest: Array, nonfinite: Array) -> None:
@@ -328,6 +359,13 @@ def _edited(
             each.norms = None
     for table, (_, rows) in _by_table(slices).items():
         yield table, rows
+
+
+def _note(table: NormTable, slices: Sequence[GradientSlice], text: str) -> None:
+    """Notes a scaling of the table's gradients whose norms may not show it, as they are not known."""
+    for each in slices:
+        if each.table is table and each.number in table.edits:
+            table.edits.note(each.number, text)
 
 
 def _move(slices: Sequence[GradientSlice]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .edits import Edits
+
 Array = np.ndarray[Any, Any]
 Rounding = Callable[[Array], Array]
 
@@ -58,12 +60,14 @@ class NormTable:
         known: 1D [rows] bool: False after clamping, an overflow, or a write to a lent tensor.
     """
 
-    def __init__(self, dtype: torch.dtype, numels: Sequence[int]):
+    def __init__(self, dtype: torch.dtype, numels: Sequence[int], edits: Edits | None = None):
         """
         Args:
             dtype: of the slices.
             numels: by row, elements of the whole gradient.
+            edits: where changes are noted that these norms do not show.
         """
+        self.edits = Edits() if edits is None else edits
         self._rounded = _ROUNDINGS[dtype]
         self._numels = np.array(numels, np.int64)
 

@@ -501,20 +501,17 @@ def test_second_backward() -> None:
         world.check()
 
 
-def test_only_autograd_adds() -> None:
+def test_only_autograd_adds_in_backward() -> None:
     for size in (1, 3):
         world = World(size)
         param = world.ranks[0][4]
-        part = param.grad
-        with torch.no_grad():
-            for add in (lambda g: g.add_(OTHER), lambda g: g.add_(OTHER, alpha=0.1), lambda g: g.add_(1.0)):
-                with raises(StateError, "only a backward"):
-                    add(part)
 
-        def hook(grad: Tensor, part: Tensor = part) -> None:
+        def hook(grad: Tensor, part: Any = param.grad) -> None:
             for add in (lambda g: g.add_(grad, alpha=2), lambda g: g.add_(grad[:1]), lambda g: g.add_(g)):
-                with raises(StateError, "only a backward"):
+                with raises(StateError, "only autograd"):
                     add(part)
+            with raises(StateError, "in backward"):
+                part.sub_(grad)
 
         param.register_hook(hook)
         param.sum().backward()
@@ -573,21 +570,19 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "fill_": lambda g: g.fill_(1),
     "copy_": lambda g: g.copy_(OTHER),
     "mul_": lambda g: g.mul_(OTHER),
-    "'mul_'": lambda g: g.mul_(g),
+    "mul_ itself": lambda g: g.mul_(g),
     "div_": lambda g: g.div_(OTHER[0]),
     "div_.Tensor_mode": lambda g: g.div_(2, rounding_mode="floor"),
     "sub_": lambda g: g.sub_(OTHER),
-    "sqrt_": lambda g: g.sqrt_(),
+    "abs_": lambda g: g.abs_(),
     "clamp_.Tensor": lambda g: g.clamp_(-OTHER, OTHER),
     "masked_fill_": lambda g: g.masked_fill_(OTHER > 0, 0),
     "index_put_": lambda g: g.__setitem__(OTHER > 0, 0),
-    "normal_": lambda g: g.normal_(),
     "add.out": lambda g: torch.add(OTHER, OTHER, out=g),
     "_foreach_add_": lambda g: torch._foreach_add_([g], [OTHER]),
-    "_foreach_sqrt_": lambda g: torch._foreach_sqrt_([g]),
-    "div_.": lambda g: torch._foreach_div_([g], [OTHER]),
-    "a write to .data": lambda g: setattr(g, "data", OTHER),
-    "a write to .data would": lambda g: setattr(g.detach(), "data", OTHER),
+    "_foreach_abs_": lambda g: torch._foreach_abs_([g]),
+    "div_ of lists": lambda g: torch._foreach_div_([g], [OTHER]),
+    "a write to .data": lambda g: setattr(g, "data", OTHER.to(g.dtype)),
 }
 
 
@@ -606,10 +601,19 @@ def test_refusals_and_whole_gradients(dtype: torch.dtype) -> None:
         np.testing.assert_array_equal(np.asarray(part), mean.numpy())
     with raises(StateError, "numpy"):
         sharded.ranks[0][0].grad.numpy()
+    for name, write in WRITES.items():
+        for world in (World(3, sums, like), World(1, sums, like)):
+            slices, expected = world.slices[0], world.whole[0].grad.to(part.dtype)
+            write(expected)
+            for rank in world.ranks:
+                write(rank[0].grad)
+            found = torch.cat([each.total for each in slices]).to(part.dtype)
+            assert raw(found) == raw(flat(expected)), (name, found, expected)
+            assert all(each.norms is None for each in slices)
     for world in (sharded, alone):
-        for name, write in WRITES.items():
-            with raises(StateError, name, "sharded over ranks"):
-                write(world.ranks[0][0].grad)
+        for refused in (lambda g: g.cumsum_(0), lambda g: g.t_(), lambda g: setattr(g, "data", OTHER[:1])):
+            with raises(StateError, "sharded over ranks"):
+                refused(world.ranks[0][0].grad)
         world.check()
     with raises(StateError, "full_tensor"):
         torch.save(sharded.ranks[0][0].grad, io.BytesIO())

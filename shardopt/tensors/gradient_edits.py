@@ -1,0 +1,177 @@
+"""Edits of a part of a gradient in place: each rank changes its own slice, at once and without a message.
+
+An edit by elements needs no other elements: of whole tensors (masks, noise, values) a rank takes those that stand where
+its slice does, and of parts that are cut alike their slices. Other edits that leave each element to itself (an index, a
+mask of rows) are made on a tensor of the whole's size that holds this rank's slice, and the slice is taken out of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .gradient_slice import GradientSlice, change
+from .part import Part
+from .strides import flattened, in_storage_order
+
+aten = torch.ops.aten
+
+_SIMPLE = {aten.copy_, aten.fill_, aten.masked_fill_}
+# By elements, but not at the places of the arguments' elements, or with numbers that are drawn for the whole.
+_BY_PLACE = {
+    *(aten.index_put_, aten._index_put_impl_, aten.index_fill_, aten.index_copy_, aten.index_add_, aten.put_),
+    *(aten.masked_scatter_, aten.scatter_, aten.scatter_add_, aten.fill_diagonal_, aten.tril_, aten.triu_),
+    *(aten.uniform_, aten.normal_, aten.random_, aten.bernoulli_, aten.exponential_, aten.log_normal_, aten.cauchy_),
+}
+
+
+@functools.cache
+def written_by(function: Any) -> tuple[str, ...]:
+    """Returns the names of the arguments that a function writes to."""
+    return tuple(
+        each.name for each in function._schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    )
+
+
+@functools.cache
+def _is_by_element(function: Any) -> bool:
+    """True if each element of the result depends on no other element; torch marks not all in-place forms so."""
+    name = function._schema.name.removeprefix("aten::")
+    plain = getattr(aten, name.removesuffix("_"), None)
+    forms = [function, *(getattr(plain, each) for each in (() if plain is None else plain.overloads()))]
+    return function.overloadpacket in _SIMPLE or any(torch.Tag.pointwise in each.tags for each in forms)
+
+
+def edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Makes an edit of one gradient. Returns the part; NotImplemented if it needs elements that this rank lacks."""
+    named = dict(zip((each.name for each in function._schema.arguments), arguments, strict=False)) | keywords
+    names = written_by(function)
+    if function._schema.name.startswith("aten::_foreach_"):
+        return _edit_each(function, named)
+    part = named[names[0]]
+    if len(names) > 1 or not isinstance(part, Part):
+        return NotImplemented
+    if _is_by_element(function):
+        return _edit_slice(function, part, arguments, keywords)
+    if function.overloadpacket in _BY_PLACE:
+        rest = arguments[1:]
+        edit_whole(part, str(function), lambda whole, *its, **named: function(whole, *its, **named), rest, keywords)
+        return part
+    return NotImplemented
+
+
+def _edit_slice(function: Any, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    own: GradientSlice = part.whole_slice()
+    wholes = [each.detach() for each in tree_leaves((arguments, keywords)) if _is_whole(each)]
+
+    def by(mean: Tensor) -> None:
+        def local(tensor: Tensor) -> Tensor:
+            if tensor is part or getattr(tensor, "gradient_slice", None) is own:
+                return mean
+            if isinstance(tensor, Part) and _is_cut_alike(tensor, part, own):
+                return tensor.local.to(mean.device, tensor.dtype)
+            whole = tensor.read_whole() if isinstance(tensor, Part) else tensor.detach()
+            return slice_of(whole, part, own)
+
+        its, named = tree_map_only(Tensor, local, (arguments, keywords))
+        function(*its, **named)
+
+    change(own, in_dtype(part.dtype, by), told(function, arguments, keywords), wholes)
+    return part
+
+
+def edit_whole(
+    part: Any,
+    name: str,
+    call: Callable[..., object],
+    arguments: tuple[Any, ...] = (),
+    keywords: dict[str, Any] | None = None,
+) -> None:
+    """Calls a function that changes single elements with a tensor of the whole's size, of which it keeps the slice."""
+    own: GradientSlice = part.whole_slice()
+    wholes = [each.detach() for each in tree_leaves((arguments, keywords)) if _is_whole(each)]
+    its, named = tree_map_only(Part, lambda each: each.read_whole().to(part.device), (arguments, keywords or {}))
+
+    def by(mean: Tensor) -> None:
+        whole = torch.zeros(part.whole_numel, dtype=mean.dtype, device=part.device)
+        here = whole[own.start : own.start + mean.numel()]
+        here.copy_(mean)
+        call(part.shaped(whole), *its, **named)
+        mean.copy_(here)
+
+    change(own, in_dtype(part.dtype, by), told(name, arguments, keywords or {}), wholes)
+
+
+def in_dtype(dtype: torch.dtype, by: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    """Makes a change in the part's dtype, as torch does; elements that it leaves alone keep all their bits."""
+
+    def change(mean: Tensor) -> None:
+        if mean.dtype is dtype:
+            by(mean)
+            return
+        before = mean.to(dtype)
+        after = before.clone()
+        by(after)
+        mean.copy_(torch.where(after == before, mean, after.to(mean.dtype)))
+
+    return change
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Part)
+
+
+def slice_of(whole: Tensor, part: Any, own: GradientSlice) -> Tensor:
+    """Returns what of a tensor, which is expanded to the part's shape, stands where this rank's slice does: 1D."""
+    if whole.dim() == 0:
+        return whole
+    expanded = whole.expand(part.size())
+    flat = flattened(in_storage_order(expanded, part.stride()))
+    return flat[own.start : own.start + own.total.numel()].to(own.total.device)
+
+
+def _is_cut_alike(other: Part, part: Any, own: GradientSlice) -> bool:
+    same = other.size() == part.size() and other.stride() == part.stride()
+    return same and (other.start, other.local.numel()) == (own.start, own.total.numel())
+
+
+def told(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str:
+    """Returns the text of a call: its numbers, and of tensors their form."""
+
+    def form(value: Any) -> str:
+        if isinstance(value, Part):
+            return "part"
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(form, value))}]"
+        return "generator" if isinstance(value, torch.Generator) else repr(value)
+
+    given = [*map(form, arguments), *(f"{name}={form(value)}" for name, value in sorted(keywords.items()))]
+    return f"{function}({', '.join(given)})"
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+def _edit_each(function: Any, named: dict[str, Any]) -> Any:
+    """Makes the edits of a ``_foreach_`` function one by one."""
+    method = function._schema.name.removeprefix("aten::_foreach_")
+    (tensors, *others) = named.values()
+    names = list(named)[1:]
+    if not method.endswith("_") or not hasattr(Tensor, method):
+        return NotImplemented
+    for number, tensor in enumerate(tensors):
+        each = [value[number] if isinstance(value, list | tuple) else value for value in others]
+        by_name = dict(zip(names, each, strict=True))
+        if method in ("addcmul_", "addcdiv_") and "scalars" in by_name:
+            scalar = by_name.pop("scalars")
+            by_name["value"] = float(scalar[number]) if isinstance(scalar, Tensor) else scalar
+        by_place = [by_name.pop(name) for name in list(by_name) if name not in ("alpha", "value")]
+        getattr(tensor, method)(*by_place, **by_name)
+    return None

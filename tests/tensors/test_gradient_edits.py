@@ -1,0 +1,188 @@
+"""What people do to ``param.grad`` between backward and step: the step is that of the whole gradient, so edited."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from shardopt import DisagreementError, ShardedAdamW, StateError
+from tests.support.comparing import raw
+from tests.support.ranks import Pool
+from tests.support.training import raises
+
+from .test_gradient_questions import OTHER, W, backward, model_of, started
+
+MASK = OTHER.sin().mul(40).sin() > 0
+NOISE = torch.randn(W, W, generator=torch.Generator().manual_seed(3))
+
+
+def noisy(grad: Any) -> None:
+    torch.manual_seed(5)
+    grad.add_(torch.randn_like(grad), alpha=0.1)
+
+
+def index(grad: Any) -> None:
+    grad[3] = 0
+    grad[5:7, 2:] = 2.5
+    grad[MASK] = -1
+    grad[torch.tensor([1, 20])] = OTHER[:2]
+
+
+def attribute(grad: Any) -> None:
+    grad.data = NOISE.clone()
+
+
+def by_list(grad: Any) -> None:
+    torch._foreach_add_([grad, torch.zeros(2)], 0.5)
+    torch._foreach_add_([grad], [NOISE], alpha=2)
+    torch._foreach_mul_([grad], [OTHER])
+    torch._foreach_addcmul_([grad], [OTHER], [NOISE], value=0.1)
+    torch._foreach_lerp_([grad], [NOISE], 0.1)
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "numbers": lambda g: g.mul_(3).div_(7).add_(0.1).sub_(0.3).neg_(),
+    "a number in a tensor": lambda g: g.add_(torch.tensor(0.25)).mul_(torch.tensor(1.5)),
+    "operators": lambda g: (g.__imul__(2), g.__itruediv__(3), g.__iadd__(1), g.__isub__(0.1)),
+    "powers": lambda g: g.abs_().pow_(2).sqrt_(),
+    "sign": lambda g: g.sign_(),
+    "clamp": lambda g: g.clamp_(-0.01, 0.02),
+    "clamp by tensors": lambda g: g.clamp_(min=-OTHER.abs(), max=OTHER.abs()),
+    "a mask": lambda g: g.mul_(MASK),
+    "a mask of numbers": lambda g: g.mul_(MASK.float()).add_(OTHER),
+    "filled": lambda g: g.masked_fill_(MASK, 0.5),
+    "noise": lambda g: g.add_(NOISE, alpha=0.3),
+    "noise like it": noisy,
+    "itself": lambda g: g.mul_(g).add_(g),
+    "a copy of it": lambda g: g.add_(g.clone(), alpha=2),
+    "an expression of it": lambda g: g.sub_(g * 0.25),
+    "lerp": lambda g: g.lerp_(NOISE, 0.1).lerp_(OTHER, MASK.float()),
+    "products": lambda g: g.addcmul_(OTHER, NOISE, value=0.1).addcdiv_(NOISE, OTHER.abs() + 1),
+    "copied": lambda g: g.copy_(NOISE),
+    "copied, of other strides": lambda g: g.copy_(NOISE.t()),
+    "filled whole": lambda g: g.fill_(0.5),
+    "rows": lambda g: g.mul_((OTHER[:, :1] > 0).float()),
+    "index": index,
+    "index of rows": lambda g: g.index_fill_(0, torch.tensor([2, 5]), 0.0),
+    "nan_to_num": lambda g: g.nan_to_num_(),
+    "out": lambda g: torch.nan_to_num(g, out=g),
+    "added out": lambda g: torch.add(g, OTHER, out=g),
+    "where": lambda g: torch.where(g > 0, g, OTHER, out=g),
+    "centralised": lambda g: g.sub_(g.mean(dim=1, keepdim=True)),
+    "weight decay": lambda g: g.add_(OTHER, alpha=0.01),
+    "data": attribute,
+    "set": lambda g: g.set_(NOISE.clone()),
+    "through data": lambda g: g.data.add_(1).mul_(OTHER),
+    "lists": by_list,
+    "clipped by itself": lambda g: g.mul_((0.1 * OTHER.norm() / g.norm()).clamp(max=1.0)),
+}
+
+
+def edited(stage: int, neighbours: bool) -> dict[str, bytes]:
+    found = {}
+    model, opt = started(stage, neighbours)
+    for name, edit in EDITS.items():
+        opt.zero_grad()
+        backward(model, 0)
+        grad: Any = model[0].weight.grad
+        mean, reads = grad.full_tensor(), grad.norm()
+        if name == "clipped by itself":
+            mean.mul_((0.1 * OTHER.norm() / reads).clamp(max=1.0))
+        else:
+            edit(mean)
+        with torch.no_grad():
+            edit(grad)
+        assert model[0].weight.grad is grad, name
+        after = grad.full_tensor()
+        assert raw(after) == raw(mean), (name, after, mean)
+        # What is known of it is of what is there now.
+        torch.testing.assert_close(grad.norm(), mean.norm())
+        assert grad.norm(math.inf) == mean.abs().max() and grad.isfinite().all(), name
+        found[name] = raw(after)
+    # All of it is in the step, and clipping follows.
+    means = [param.grad.full_tensor() for param in model.parameters()]  # type: ignore[union-attr]
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), get_total_norm(means))
+    plain = model_of()
+    for param, other in zip(plain.parameters(), model.parameters(), strict=True):
+        param.grad = other.grad.full_tensor()  # type: ignore[union-attr]
+    by_hand = ShardedAdamW(plain.parameters(), lr=0.01, stage=0)
+    by_hand.step()
+    opt.step()
+    with opt.unsharded():
+        for param, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert raw(param.detach()) == raw(other.detach().clone())
+    opt.close()
+    return found
+
+
+def test_edits(ranks: Pool) -> None:
+    for world, stage, neighbours in ((1, 2, True), (2, 1, False), (2, 3, True), (3, 2, True)):
+        found = ranks.run(edited, stage, neighbours, world=world)
+        assert all(each == found[0] for each in found)
+
+
+def apart(stage: int) -> None:
+    """Ranks that edit differently learn so in the step, before anything changes."""
+    rank = dist.get_rank()
+    ways: dict[str, Callable[[Any], Any]] = {
+        "mul_ 2": lambda g: g.neg_().mul_(2 if rank else 1),
+        "add_": lambda g: g.add_(0.5) if rank else None,
+        "masked_fill_": lambda g: g.masked_fill_(MASK if rank else MASK.t(), 0.0),
+        "copy_": lambda g: g.copy_(NOISE + 1e-6 * rank),
+        "setitem": lambda g: g.__setitem__(rank, 0.0),
+        "neg_": lambda g: g.neg_() if rank else None,
+        "clamp_max_": lambda g: g.clamp_(max=1.0 + rank),
+    }
+    model, opt = started(stage, False)
+    with opt.unsharded():
+        before = [param.detach().clone() for param in model.parameters()]
+    for words, way in ways.items():
+        opt.zero_grad()
+        backward(model, 0)
+        with torch.no_grad():
+            way(model[0].weight.grad)
+        with raises(DisagreementError, words, "so no rank took the step"):
+            opt.step()
+        with opt.unsharded():
+            assert all(map(torch.equal, before, model.parameters()))
+    opt.zero_grad()
+    backward(model, 0)
+    opt.step()
+    opt.close()
+
+
+def test_ranks_that_differ(ranks: Pool) -> None:
+    ranks.run(apart, 2, world=2)
+    ranks.run(apart, 3, world=3)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "cumsum_": lambda g: g.cumsum_(0),
+    "another shape": lambda g: setattr(g, "data", NOISE[:3]),
+    "set_() of a storage": lambda g: g.set_(NOISE.untyped_storage()),
+    "t_": lambda g: g.t_(),
+    "resize_": lambda g: g.resize_(3),
+}
+
+
+def refused() -> None:
+    model, opt = started(2, False)
+    grad: Any = model[0].weight.grad
+    before = grad.full_tensor()
+    for words, way in REFUSED.items():
+        with raises(StateError, words), torch.no_grad():
+            way(grad)
+    with raises(RuntimeError, "expand"), torch.no_grad():
+        grad.mul_(torch.ones(3, 7))
+    clip_grad_value_(model.parameters(), 1e9)
+    clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(0.5))
+    assert raw(grad.full_tensor()) == raw(before)
+    opt.step()
+    opt.close()
+
+
+def test_refused_by_name(ranks: Pool) -> None:
+    ranks.run(refused, world=2)
