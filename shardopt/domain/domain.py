@@ -389,7 +389,7 @@ class Domain:
         if links is not None and links.sharded is not None:
             links.sharded.give_back()
         for shard in self.shards:
-            shard.bucket.release()
+            shard.bucket.release(self._exact(shard) if shard.is_cast else None)
         if self._store is not None:
             self._store.close()
         if links is not None and links.landing is not None:
@@ -397,6 +397,12 @@ class Domain:
         if links is not None:  # its transports stay: a state dict taken before may still be read
             self.links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
         self._store, self.shards, self.entries, self._listed = None, [], {}, None
+
+    def _exact(self, shard: Shard) -> torch.Tensor | None:
+        """Collective: returns the fp32 values of a bucket that holds rounded ones; None once another rank is gone."""
+        with suppress(CommunicationError):
+            return self.gather(shard, shard.exact)
+        return None
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:

@@ -227,7 +227,7 @@ class ShardedParams:
         self.gatherer.writes.barrier()
         self.gatherer.give_up(self.units)
         for shard in self.frozen:
-            shard.bucket.release()
+            shard.bucket.release(self._gather(shard, "param") if shard.is_rounded else None)
 
 
 def _is_cut_alike(part: Part, param: torch.Tensor, where: Piece) -> bool:

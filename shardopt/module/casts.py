@@ -98,6 +98,7 @@ class Casts:
         """
         self._module, self._precision, self._switch = module, precision, _Switch()
         self._hooks: list[Any] = []
+        self._cast: list[nn.Parameter] = []  # the frozen params that lost their low bits
         kept = kept_in_fp32(module, precision)
         for each in _outermost(module, lambda inner: _is_kept(inner, kept)):
             self._add(each, torch.float32, precision.compute_dtype)
@@ -118,10 +119,15 @@ class Casts:
         for param in self._module.parameters():
             if not param.requires_grad and param.dtype is torch.float32 and param not in kept:
                 param.data = param.data.to(self._precision.compute_dtype)
+                self._cast.append(param)
         self._switch.is_on = True
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks, and makes frozen params fp32 again."""
+        for param in self._cast:
+            if not param.requires_grad and param.dtype is self._precision.compute_dtype:
+                param.data = param.data.float()
+        self._cast = []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

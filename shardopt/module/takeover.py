@@ -396,6 +396,11 @@ class ModuleTakeover:
 
     def _first_gradient(self, param: nn.Parameter) -> None:
         """Binds in a backward, and takes the first gradient."""
+        if self.casts is not None:
+            raise BindingError(
+                "call optimizer.bind() before the method: with compute_dtype params are cast when they are bound, and "
+                "this backward belongs to a method that read them in fp32 and called no module within the model."
+            )
         self._bind_elsewhere()
         if self.forward is not None:
             self.forward.keep_all()

@@ -225,14 +225,21 @@ class Bucket:
         for index in self._present:
             self.take_source(index)
 
-    def release(self) -> None:
-        """Gives every param a storage of its own again; params of a freed bucket have no values and keep none."""
+    def release(self, exact: torch.Tensor | None = None) -> None:
+        """Gives every param a storage of its own again; params of a freed bucket have no values and keep none.
+
+        Args:
+            exact: the values to give them, 1D, laid out as the bucket; None: those of the bucket.
+        """
         if not self.memory.is_allocated:
             self.whole.show()
         if self._gather_handle.wait is not None:  # it will never arrive: another rank died
             self.end_arriving()
         for index in self._present:
-            if self.holds(index) and self.memory.is_allocated:
+            if self.holds(index) and exact is not None:
+                param = self.params[index]
+                self._point(index, self.view(exact, index, param).clone(memory_format=torch.preserve_format))
+            elif self.holds(index) and self.memory.is_allocated:
                 self._give_storage(index)
 
 

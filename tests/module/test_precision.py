@@ -313,6 +313,8 @@ def test_what_does_not_apply() -> None:
     model = Net()
     others = [param for param in model.parameters() if param is not model.block.hidden.weight]
     opt = ShardedSGD(others, lr=0.1, module=model, compute_dtype=BF16)
+    with raises(BindingError, "call optimizer.bind()"):
+        model.unused.sum().backward()
     apart = torch.optim.SGD([model.block.hidden.weight], lr=0.1)
     with raises(BindingError, "not averaged for other optimizers"):
         model(batch(0))
@@ -398,6 +400,9 @@ def written() -> None:
         model.load_state_dict(copies)
         assert same(exact(model), before), stage
         opt.close()
+        assert same(dict(model.state_dict()), before), stage
+        assert all(param.dtype is FP32 for param in model.parameters())
+        assert model(batch(0))["logits"].dtype is FP32
 
 
 @pytest.mark.parametrize("world", [1, 2])
