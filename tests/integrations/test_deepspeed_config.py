@@ -108,7 +108,12 @@ def test_what_the_keys_become(tmp_path: Path) -> None:
     assert opt.options.offload == Offload("/local_nvme", params="cpu", pin_memory=True)
     assert (run.accumulation_steps, run.micro_batch_size) == (2, 4)
     assert run.scaler.is_enabled() and run.scaler.get_scale() == 65536
-    assert all(param.dtype is torch.float16 for param in module.parameters())
+    assert opt.options.compute_dtype is torch.float16
+    assert all(param.dtype is torch.float32 for param in module.parameters())  # cast when they are bound
+    module = nn.Linear(8, 8).bfloat16()
+    run = from_deepspeed_config({"fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}, module)
+    assert run.optimizer.options.compute_dtype is None
+    assert module.weight.dtype is torch.float16  # there are no fp32 values to start from
 
 
 @pytest.mark.parametrize(

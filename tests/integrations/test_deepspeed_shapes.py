@@ -37,8 +37,9 @@ def loss(module: nn.Module, step: int, turn: int) -> Tensor:
 
 def reference(shape: Shape) -> nn.Module:
     """The model at the end of the same training, in plain torch."""
-    module = Net().to(shape.dtype)
-    masters = [Parameter(param.detach().float()) for param in module.parameters()]
+    module = Net()
+    masters = [Parameter(param.detach()) for param in module.parameters()]  # of the exact values
+    module.to(shape.dtype)
     optimizer = shape.twin(masters)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for step in range(STEPS):

@@ -64,8 +64,9 @@ def mean_gradients(module: nn.Module, step: int, scale: float) -> list[Tensor]:
 
 def reference(dtype: torch.dtype, has_schedule: bool) -> tuple[nn.Module, list[float]]:
     """The model at the end, and the norms of the steps' gradients."""
-    module = Net().to(dtype)
-    masters = [Parameter(param.detach().float()) for param in module.parameters()]
+    module = Net()
+    masters = [Parameter(param.detach()) for param in module.parameters()]  # of the exact values
+    module.to(dtype)
     optimizer = torch.optim.AdamW(masters, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
     norms = []
     for step in range(STEPS):

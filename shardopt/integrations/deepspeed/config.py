@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...arguments import mapping
+from ...domain.dtensors import is_dtensor
 from ...errors import ShardoptError
 from .ignored import check_rest
 from .keys import Keys
@@ -104,7 +105,8 @@ def from_deepspeed_config(
 
     Args:
         config: the JSON file, or its content.
-        module: plain or DDP, on its device. Cast in place to fp16 or bf16 if the config enables them.
+        module: plain or DDP, on its device. If the config enables fp16 or bf16, one of fp32 params runs in it with
+            ``compute_dtype``, and its buffers are cast; any other one is cast in place.
         params: tensors or param groups; None: all of the module's. Groups that all have an ``"lr"`` need no
             ``optimizer`` section: AdamW then.
         optimizer: replaces that section: an optimizer of ``torch.optim`` (the sharded class of that name takes over its
@@ -131,6 +133,9 @@ def from_deepspeed_config(
     construct, params, states = optimizer_of(keys, module, params, optimizer)
     schedule = schedule_of(keys, has_betas(construct))
     options = _options_of(keys, module, dtype, first)
+    params = list(params)  # which may be a generator
+    if dtype is not None and _starts_from_fp32(module, params):
+        options["compute_dtype"] = dtype
     check_rest(keys)
     keys.finish()
     if keys.warnings:
@@ -140,7 +145,12 @@ def from_deepspeed_config(
         made.load_state_dict(states)
     scaler = LossScaler(scale or LossScale(), first.device.type, enabled=scale is not None)
     scheduler = None if schedule is None else ScheduleLR(made, schedule)
-    if dtype is not None:  # last, as nothing can fail after it; params are bound at the first forward
+    # Last, as nothing can fail after it; params are bound at the first forward.
+    if "compute_dtype" in options:
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+    elif dtype is not None:
         module.to(dtype)
     return DeepSpeedRun(made, scaler, steps, micro, scheduler)
 
@@ -161,6 +171,17 @@ def _options_of(keys: Keys, module: nn.Module, dtype: torch.dtype | None, first:
         "gradient_format": gradient_format_of(keys, dtype),
         **offload_of(keys, stage, first.device),
     }
+
+
+def _starts_from_fp32(module: nn.Module, params: Any) -> bool:
+    """True if all that trains has fp32 values, which masters can start from."""
+    given = [each for group in params for each in (group["params"] if isinstance(group, Mapping) else [group])]
+    known = {id(each[-1] if isinstance(each, tuple) else each) for each in given}
+    trained = [param for param in module.parameters() if param.requires_grad]
+    return all(
+        param.dtype is torch.float32 and not param.is_meta and not is_dtensor(param) and id(param) in known
+        for param in trained
+    )
 
 
 def _ranks(module: nn.Module, process_group: dist.ProcessGroup | None) -> int:
