@@ -198,6 +198,7 @@ class Bindings:
         sharded = ZeroStage(self.options.stage).shards_states
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
         domain = Domain(self.rule, self.options, mesh, self.local_params, self.turn)
+        domain.on_freed = call_while_alive(StateTable.keep, self.states)
         self._at_the_end(Domain.retire, domain)
         return domain
 

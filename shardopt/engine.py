@@ -594,6 +594,7 @@ class Engine(Bindings):
             self.takeover.close()
         for finalizer in self._retire:
             finalizer.detach()
+        self.states.end_all("close()")
         for domain in self.domains:
             domain.release()
         self.planners.clear()

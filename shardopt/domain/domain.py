@@ -140,6 +140,8 @@ class Domain:
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
         # Puts hooks on the module and starts the gather, or returns False: the step must wait. Set by the takeover.
         self.on_overlap: Callable[[Callable[[], OverlappedGather]], bool] = lambda _: False
+        # Keeps what scripts hold of the states of these params. Set by the table of the states.
+        self.on_freed: Callable[[Sequence[torch.nn.Parameter]], object] = lambda _: None
 
     # -- what is bound ---------------------------------------------------------------------------------------------
 
@@ -209,6 +211,7 @@ class Domain:
         if not self.left:
             return False
         gone = [self.shards[number] for number in self.left]
+        self.on_freed([param for shard in gone for param in shard.bucket.params])
         with self.epoch.loading():
             # New tables: threads that serve states may read the old ones.
             self.shards = [shard for shard in self.shards if shard not in gone]

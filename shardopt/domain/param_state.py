@@ -21,7 +21,12 @@ _FP32_COUNTS_TO = 1 << 24
 
 def count_as_torch(step: int) -> torch.Tensor:
     """Returns a step count as ``torch.optim`` has it: 0-d fp32, or fp64 for a count that fp32 would round."""
-    return torch.tensor(step, dtype=torch.float32 if step <= _FP32_COUNTS_TO else torch.float64)
+    return torch.tensor(step, dtype=count_dtype(step))
+
+
+def count_dtype(step: int) -> torch.dtype:
+    """Returns the dtype in which a step count is shown."""
+    return torch.float32 if step <= _FP32_COUNTS_TO else torch.float64
 
 
 @dataclass
@@ -33,12 +38,14 @@ class ParamState:
         carried: scalars that the rule passes from step to step.
         tensors: by name of the state; "master" for the master weights of a low-precision param.
         margins: by name, states with a value for each row or column of the param.
+        same: names of what was read as the very tensor that the param's record shows.
     """
 
     step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     margins: dict[str, torch.Tensor] = field(default_factory=dict)
+    same: frozenset[str] = frozenset()
 
     def to_torch(self, counts_steps: bool) -> dict[str, Any]:
         """Returns the state in the form of ``torch.optim``'s state dicts."""

@@ -360,7 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         with self.engine.turn.take("state_dict()"):
             self.engine.settle_states()
-            state_dict = to_state_dict(self.engine.groups, StateView(self.engine))
+            state_dict = to_state_dict(self.engine.groups, StateView(self.engine, in_dict=True))
         return self._hooked(self._optimizer_state_dict_post_hooks, state_dict)
 
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -31,8 +31,9 @@ class StateView(Mapping[Any, Any]):
     Keys that are not tensors are the user's own: their values go with ``state_dict()``, as in torch.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, in_dict: bool = False):
+        """``in_dict``: for a state dict."""
+        self._engine, self._in_dict = engine, in_dict
 
     @property
     def _states(self) -> StateTable:
@@ -65,6 +66,9 @@ class StateView(Mapping[Any, Any]):
         self._states.settle(self._engine.groups)
         if param in self._states.unfit:
             self._states.check_fit(self._engine.groups)
+        held = self._states.held(param, group, self._counts_steps(group), self._in_dict)
+        if held is not None:
+            return held
         state = self._states.find(param, group)
         if state is None:
             return {}

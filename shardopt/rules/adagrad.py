@@ -38,5 +38,7 @@ def adagrad(param, grad, state, s, flags):
         grad = -grad
     # As torch, which skips the term: 0 * inf would be NaN.
     grad = where(s.weight_decay == 0, grad, grad + s.weight_decay * param)
-    state.sum = where(s.first > 0, s.initial_accumulator_value, state.sum) + grad * grad
+    # A script may write the sum before the first step, or set the count back.
+    begun = where(state.sum > 0, state.sum, s.initial_accumulator_value)
+    state.sum = where(s.first > 0, begun, state.sum) + grad * grad
     return param - s.step_size * grad / (sqrt(state.sum) + s.eps)

@@ -41,7 +41,9 @@ def rprop(param, grad, state, s, flags):
         grad = -grad
     agreement = grad * state.prev
     factor = where(agreement > 0, s.eta_plus, where(agreement < 0, s.eta_minus, 1.0))
-    step_size = where(s.first > 0, s.lr, state.step_size) * factor
+    # A script may set the count back, and then the sizes stay: no clamped one is zero.
+    begun = where(state.step_size > 0, state.step_size, s.lr)
+    step_size = where(s.first > 0, begun, state.step_size) * factor
     state.step_size = clamp(step_size, s.step_size_min, s.step_size_max)
     state.prev = where(agreement < 0, 0.0, grad)
     return param - sign(state.prev) * state.step_size

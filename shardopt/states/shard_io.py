@@ -104,16 +104,19 @@ def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_
 
 
 def _shows(entry: ParamRecord, state: ParamState) -> bool:
-    """True if the state's tensors are views of the shard; the same on all ranks.
+    """True if the state's tensors are what the shard shows; the same on all ranks.
 
-    Compares storages: on a rank that owns nothing of the param the slice is empty, and a view of the shard as well.
+    Of parts of a state dict storages are compared: on a rank that owns nothing of the param the slice is empty, and a
+    view of the shard as well.
     """
     if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
         return False
     shard, shown = entry.shard, entry.margins
-    if any(name not in shown or _memory_of(shown[name]) != _memory_of(each) for name, each in state.margins.items()):
+    margins = {name: each for name, each in state.margins.items() if name not in state.same}
+    if any(name not in shown or _memory_of(shown[name]) != _memory_of(each) for name, each in margins.items()):
         return False
-    mine = ((shard.read(name, entry.index), tensor) for name, tensor in state.tensors.items())
+    others = {name: tensor for name, tensor in state.tensors.items() if name not in state.same}
+    mine = ((shard.read(name, entry.index), tensor) for name, tensor in others.items())
     locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
     return all(_memory_of(own) == _memory_of(tensor) for own, tensor in locals_)
 

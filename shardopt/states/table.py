@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..domain.dtensors import DTensorLocals
+from ..domain.full_state_dict import take_parts_along
 from ..domain.param import named_params
-from ..domain.param_state import ParamState
+from ..domain.param_state import ParamState, count_dtype
 from ..errors import StateError
+from ..tensors.held import HeldTensor
+from ..tensors.held_part import HeldPart
+from ..tensors.part import Part
+from .held_record import HeldCount, HeldElements, HeldMargin, HeldRecord, HeldSlices
 from .shard_io import complete_parts, load_states, names_of, put_state, read_state
 
 if TYPE_CHECKING:
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
     from ..rules import Rule
 
 States = dict[torch.nn.Parameter, ParamState]
+_Held = dict[tuple[str, bool], HeldRecord]  # by name, and whether it is of a state dict
+_HOST, _NO_DIMS = torch.device("cpu"), torch.Size()
 
 
 class StateTable:
@@ -47,6 +54,8 @@ class StateTable:
         self.unplaced: dict[torch.nn.Parameter, dict[str, Any]] = {}
         self.unfit: dict[torch.nn.Parameter, str] = {}
         self._places: dict[torch.nn.Parameter, tuple[int, int]] = {}  # group, index in it
+        self._initials: States = {}  # of params that are not bound, as they were shown: a write makes them wait
+        self._held: dict[torch.nn.Parameter, _Held] = {}  # what scripts hold, to be ended with the record
         self._rule, self._locals = rule, locals_
 
     @property
@@ -66,6 +75,132 @@ class StateTable:
             entry = domain.entries[local]
             return read_state(domain, entry, group) if entry.has_state else None
         return self.waiting.get(local) or self._initial(local, group)
+
+    # -- what scripts hold -----------------------------------------------------------------------------------------
+
+    def held(self, param: torch.nn.Parameter, group: Group, counts_steps: bool, in_dict: bool) -> dict[str, Any] | None:
+        """Returns a param's state in torch's form, of held tensors; empty if it has none.
+
+        None where it cannot be held: of a DTensor, and in a state dict of several ranks, which is of one moment.
+
+        Args:
+            in_dict: for a state dict, whose tensors are the script's own after a load, as torch's are.
+        """
+        local = self._locals.of(param)
+        domain = self.domain_of(local)
+        if local is not param or (in_dict and domain is not None and domain.mesh.shard.size > 1):
+            return None
+        if domain is None:
+            return self._held_waiting(local, group, counts_steps, in_dict)
+        entry = domain.entries[local]
+        if not entry.has_state:
+            return {}
+        if not entry.shard.bucket.keeps_dims(entry.index):
+            entry.check()
+        shard, index, is_alone = entry.shard, entry.index, domain.mesh.shard.size == 1
+        if not is_alone:
+            take_parts_along()
+        found: dict[str, Any] = {}
+        for name in ("step", *entry.carried) if counts_steps else entry.carried:
+            dtype = count_dtype(entry.step) if name == "step" else torch.float64
+            found[name] = self._shown(local, name, in_dict, HeldCount, _NO_DIMS, (), dtype, _HOST)
+        device = entry.param.device
+        for name, margin in entry.margins.items():
+            place = margin.size(), margin.stride(), margin.dtype, device
+            found[name] = self._shown(local, name, in_dict, HeldMargin, *place)
+        kind = HeldElements if is_alone else HeldSlices
+        size, stride = shard.bucket.params[index].size(), shard.strides(index)
+        device = shard.device if shard.home.tier == "device" else _HOST
+        for name in names_of(domain, entry, group):
+            found[name] = self._shown(local, name, in_dict, kind, size, stride, torch.float32, device)
+        return found
+
+    def _held_waiting(
+        self, local: torch.nn.Parameter, group: Group, counts_steps: bool, in_dict: bool
+    ) -> dict[str, Any]:
+        state = self.waiting_of(local)
+        if state is None:
+            state = self._initial(local, group)
+            if state is None:
+                return {}
+            self._initials[local] = state
+        found: dict[str, Any] = {}
+        for name, tensor in state.to_torch(counts_steps).items():
+            kind = HeldElements if name in state.tensors else HeldMargin if name in state.margins else HeldCount
+            place = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+            is_part = isinstance(tensor, Part)  # loaded at several ranks: this rank's slice
+            found[name] = tensor if is_part else self._shown(local, name, in_dict, kind, *place)
+        return found
+
+    def _shown(
+        self,
+        local: torch.nn.Parameter,
+        name: str,
+        in_dict: bool,
+        kind: type[HeldRecord],
+        size: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Returns the tensor that shows a state; the same one while a script holds it."""
+        sources = self._held.get(local)
+        if sources is None:
+            sources = self._held[local] = {}
+        source = sources.get((name, in_dict))
+        if source is None or not source.is_live or (source.device != device and source.held is None):
+            source = sources[name, in_dict] = kind(self, local, name, device)
+        held = source.held
+        if held is None or held.dtype is not dtype or (kind is HeldElements and not isinstance(held, HeldTensor)):
+            held = source.show(size, stride, dtype)
+        return held
+
+    def waiting_of(self, local: torch.nn.Parameter) -> ParamState | None:
+        """Returns the state of a param that is not bound yet; None if it has none, or its initial one was not shown."""
+        return self.waiting.get(local) or self._initials.get(local)
+
+    def written(self, local: torch.nn.Parameter) -> ParamState | None:
+        """Notes a write to the state of a param; returns its state if it is not bound yet."""
+        self.consolidated = None
+        if self.domain_of(local) is not None:
+            return None
+        if local not in self.waiting and local in self._initials:
+            self.waiting[local] = self._initials[local]
+        return self.waiting.get(local)
+
+    def _ending(self, local: torch.nn.Parameter, what: str | None, same: Collection[str] = ()) -> Callable[[], None]:
+        """Returns what ends the tensors that a script holds of a param's state, once that was replaced.
+
+        Args:
+            what: replaces it, in words; None: it is forgotten, and what was read is the script's own.
+            same: names of what stays.
+        """
+        known = self._held.get(local, {})
+        sources = {key: each for key, each in known.items() if key[0] not in same and each.held is not None}
+        kept = [each for (_, in_dict), each in sources.items() if what is None or in_dict]
+        values = [each.kept() for each in kept]
+
+        def end() -> None:
+            for source, value in zip(kept, values, strict=True):
+                source.keep(value)
+            for source in sources.values():
+                source.end(str(what))
+            for key in [key for key in known if key[0] not in same]:
+                del known[key]
+            if not known:
+                self._held.pop(local, None)
+
+        return end
+
+    def keep(self, locals_: Iterable[torch.nn.Parameter]) -> None:
+        """Makes what scripts hold of these params' states their own: the records are freed."""
+        for local in locals_:
+            self._ending(local, None)()
+
+    def end_all(self, what: str) -> None:
+        """Ends what scripts hold."""
+        for local in list(self._held):
+            self._ending(local, what)()
 
     def _initial(self, local: torch.nn.Parameter, group: Group) -> ParamState | None:
         """Returns the state before the first step of a param that is not bound; None if the rule has none."""
@@ -105,11 +240,20 @@ class StateTable:
         local = self._locals.of(param)
         shape = tuple(param.shape)
         own = DTensorLocals.inside(param, state, name, self._rule.variant(group, shape).margins)
+        given, own = own, {key: _settled(value) for key, value in own.items()}
         read = ParamState.from_torch(own, self._rule, group, local, name, shape)
+        read.same = frozenset(key for key, value in given.items() if self._is_shown(local, key, value))
         domain = self.domain_of(local)
         if domain is not None:
             complete_parts(domain, local, read)
         return read
+
+    def _is_shown(self, local: torch.nn.Parameter, name: str, value: Any) -> bool:
+        """True if a script gave back what it holds of this very state."""
+        if not isinstance(value, HeldTensor | HeldPart) or value.is_view:
+            return False
+        source = value.source
+        return isinstance(source, HeldRecord) and source.is_of(self, local, name)
 
     def put(self, param: torch.nn.Parameter, read: ParamState, has_state: bool) -> None:
         """Loads one checked state. With ``has_state`` False the param is as before its first step."""
@@ -117,6 +261,7 @@ class StateTable:
         self.consolidated = None
         self.drop_unplaced(param)
         domain = self.domain_of(local)
+        end = self._ending(local, "its param's state was assigned" if has_state else None, read.same)
         if domain is not None:
             with torch.no_grad():
                 put_state(domain, local, read, has_state)
@@ -124,6 +269,8 @@ class StateTable:
             self.waiting[local] = read.copy()
         else:
             self.waiting.pop(local, None)
+        self._initials.pop(local, None)
+        end()
 
     def replace(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
         """Loads checked states by param, and drops those of all other params.
@@ -134,10 +281,13 @@ class StateTable:
         states = {self._locals.of(param): state for param, state in loaded.items()}
         # Copied: the caller may train on with the tensors that it saved.
         waiting = {local: state.copy() for local, state in states.items() if self.domain_of(local) is None}
+        ends = [self._ending(local, "states were loaded" if local in states else None) for local in self._held]
         with torch.no_grad():
             for domain in self.domains:
                 load_states(domain, states)
-        self.waiting = waiting
+        for end in ends:
+            end()
+        self.waiting, self._initials = waiting, {}
         self.consolidated = None
         self.unplaced, self.unfit = {}, {}
 
@@ -173,6 +323,8 @@ class StateTable:
         """Drops what no step keeps: consolidated states, and what was assigned to params that are in no group."""
         self.consolidated = None  # also after a skipped step, in which masters follow written weights
         self.unplaced, self.unfit = {}, {}
+        if self._initials:
+            self._initials = {local: state for local, state in self._initials.items() if self.domain_of(local) is None}
         if self.waiting:
             listed = {self._locals.of(param) for group in groups for param in group["params"]}
             self.waiting = {local: state for local, state in self.waiting.items() if local in listed}
@@ -211,3 +363,8 @@ class StateTable:
         if index < 0 or number >= len(groups) or index >= len(groups[number]["params"]):
             return None
         return groups[number] if groups[number]["params"][index] is param else None
+
+
+def _settled(value: Any) -> Any:
+    """Returns the values of now of a held tensor, which shows others once the state is replaced; else the value."""
+    return value.plain() if isinstance(value, HeldTensor | HeldPart) else value

@@ -203,7 +203,7 @@ class Part(torch.Tensor):
         if gather is not None and self._is_alone:
             fetch = partial(_on_host, local, self.size(), self.stride())
         elif fetch is not None:
-            fetch = partial(_fetch_as, fetch, dtype, gather is not None)
+            fetch = partial(fetch_as, fetch, dtype, gather is not None)
         return Part(local, self.start, self, gather, dtype, fetch, None, gather, self._is_alone)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -266,7 +266,8 @@ def _is_write(part: Any, source: Any) -> bool:
     return isinstance(part, Part) and part._write is not None and not isinstance(source, Part)
 
 
-def _fetch_as(fetch: Callable[[], torch.Tensor], dtype: torch.dtype, can_gather: bool) -> torch.Tensor:
+def fetch_as(fetch: Callable[[], torch.Tensor], dtype: torch.dtype, can_gather: bool) -> torch.Tensor:
+    """Returns the whole behind a copy; an error says what else can be done with the copy."""
     try:
         return fetch().to(dtype)
     except StateError as error:

@@ -100,7 +100,6 @@ def test_loads_between(ranks: Pool, tmp_path: Path) -> None:
     loads_between(str(tmp_path / "alone"))  # without a group
 
 
-@pytest.mark.xfail(strict=True, reason="at one rank it shows the states themselves, beside a copy of their steps")
 @pytest.mark.parametrize("between", ["step", "load_checkpoint"])
 def test_what_was_looked_at_is_of_one_moment_at_one_rank(between: str, tmp_path: Path) -> None:
     """Of before or, as in torch, of now: the steps fit the moments."""
