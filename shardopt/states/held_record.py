@@ -168,6 +168,7 @@ class HeldElements(HeldRecord):
     """
 
     own_slice: torch.Tensor | None = None
+    own_entry: ParamRecord | None = None  # of then
 
     @property
     def is_whole(self) -> bool:
@@ -190,7 +191,8 @@ class HeldElements(HeldRecord):
     @property
     def start(self) -> int:
         """The index of the first local element."""
-        entry = self._bound()[1]
+        entry = self._bound()[1] if self.own_slice is None else self.own_entry
+        assert entry is not None
         return entry.shard.slice_of(entry.index).start
 
     def elements(self) -> torch.Tensor:
@@ -231,7 +233,7 @@ class HeldElements(HeldRecord):
     def _bound(self) -> tuple[Domain, ParamRecord]:
         found = self._entry()
         if found is None:
-            self.ended = "the optimizer was closed"
+            self.ended = self.ended or "the optimizer was closed"
             self._check()
         assert found is not None
         return found
@@ -297,7 +299,7 @@ class HeldElements(HeldRecord):
 
     def keep(self, values: torch.Tensor | None) -> None:
         if values is not None and values.dim() == 1 and self.is_live and not self.is_whole:
-            self.own_slice, self.ended = values, "its record was forgotten"
+            self.own_slice, self.own_entry, self.ended = values, self._bound()[1], "its record was forgotten"
         else:
             super().keep(values)
 

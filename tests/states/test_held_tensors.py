@@ -231,8 +231,8 @@ def expressions() -> None:
         "zeros_like": (torch.zeros_like(held), torch.zeros_like(first)),
         "full_like": (torch.full_like(held, 2, dtype=torch.float64), torch.full_like(first, 2, dtype=torch.float64)),
         "several": (
-            held.abs() * 2 + square / 3 - params[0].detach(),
-            first.abs() * 2 + second / 3 - params[0].detach(),
+            held.abs() * 2 + square / 3 - values,
+            first.abs() * 2 + second / 3 - values,
         ),
         "where": (torch.where(held > 0, held, square), torch.where(first > 0, first, second)),
         "row": (held * torch.arange(33), first * torch.arange(33)),
