@@ -31,7 +31,8 @@ class HostTransport(Transport):
     def all_gather(self, phase: str, limit: timedelta | None = None) -> AllGather:
         return by_copies(self.ranks, phase)
 
-    def reduce_scatter(self) -> ReduceScatter:
+    def reduce_scatter(self, is_coded: bool = False) -> ReduceScatter:
+        assert not is_coded, "no test sends encoded gradients through host memory"
         if self.ranks.size == 1:
             return super().reduce_scatter()
         return StagedReduceScatter(self.ranks, self.traffic, self._number)
