@@ -11,7 +11,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from .arguments import flag, whole
 from .bindings import Bindings
 from .config import Offload, check_norm_group
 from .domain.agreement import agree_on_call
+from .domain.alone import read_alone
 from .domain.dtensors import local_gradient
 from .domain.masters import refresh_masters
 from .domain.memory import memory_in_words, memory_of
@@ -47,6 +48,7 @@ from .states.weights import weights_of
 from .step.program import ELEMENTWISE
 from .step.step import NOTHING_DONE, Call, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
+from .tensors.unsharded_guard import ALONE
 
 if TYPE_CHECKING:
     from .config import Options
@@ -199,8 +201,38 @@ class Engine(Bindings):
         sum_tied(param, ranks)
 
     @contextmanager
-    def unsharded(self, ema: bool) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
+        with self.turn.take_between(ALONE):
+            self.check_open()
+            self.finish_gathers()
+            is_running = self.takeover is not None and self.takeover.forward is not None
+            if is_running and self.takeover.forward.is_running:  # type: ignore[union-attr]
+                raise StateError(f"enter {ALONE} between two forwards: it was entered in the middle of one.")
+            context = read_alone(self.domains)
+            context.__enter__()
+            self.turn.alone = ALONE
+
+        def leave(*error: Any) -> bool | None:
+            self.turn.alone = None
+            with self.turn.hold(f"the end of {ALONE}"):
+                return context.__exit__(*error)
+
+        with ExitStack() as stack:
+            stack.push(leave)
+            yield
+
+    def unsharded(self, ema: object, alone: object) -> AbstractContextManager[None]:
         """See :meth:`ShardedOptimizer.unsharded`."""
+        if not flag(alone, "unsharded(alone=)"):
+            return self._unsharded(ema)
+        if ema:
+            raise ValueError(
+                "give unsharded(ema=True) on every rank, or alone=True for the weights: the average is not read alone."
+            )
+        return self._alone()
+
+    @contextmanager
+    def _unsharded(self, ema: object) -> Iterator[None]:
         with self.turn.take_together("unsharded()"):
             self.finish_gathers()
             self.bind_to_unshard()

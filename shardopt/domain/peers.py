@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ LINGER = 120.0
 # Seconds without a request after which close() no longer waits for one. A script that saves on rank 0 and closes on all
 # ranks would lose slices if close() did not wait; ranks that never close must not hold up the others.
 SILENCE = 5.0
+_BEAT = 0.1  # seconds between two beats of a rank that reads alone; less than the shortest of the times above
 _PAUSE = 0.05  # seconds between two checks of the time of the last request
 # Seconds without a request after which a process goes that another rank waits for in vain.
 _QUIET = 1.0
@@ -148,6 +149,42 @@ class Peers:
         if not peer.poll(self._seconds):
             raise TimeoutError("no answer")
 
+    @contextmanager
+    def reading_alone(self) -> Iterator[None]:
+        """A context in which this rank says to all others, again and again, that it reads: they wait for it.
+
+        Raises:
+            CommunicationError: a rank is gone.
+        """
+        others: list[connection.Connection[Any, Any]] = []
+        has_left = threading.Event()
+        beats = threading.Thread(target=_beat, args=(others, has_left), name="shardopt-beats", daemon=True)
+        try:
+            for rank, address in enumerate(self._addresses):
+                if rank != self._rank:
+                    others.append(self._announce(rank, address))
+            beats.start()
+            yield
+        finally:
+            has_left.set()
+            if beats.ident is not None:
+                beats.join()
+            for peer in others:
+                peer.close()
+
+    def _announce(self, rank: int, address: Any) -> connection.Connection[Any, Any]:
+        try:
+            peer = _connect(address, self._slices)
+            peer.send_bytes(json.dumps({"alone": self._rank}).encode())
+            self._await(peer)
+            peer.recv_bytes(1)
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            raise CommunicationError(
+                f"look at the output of rank {rank}: it died, was closed, or did not answer within {self._seconds:g} s "
+                f"while this rank announced that it reads alone: {error or 'it hung up'}."
+            ) from error
+        return peer
+
     def farewell(self) -> None:
         """Sends every other rank that this one will not read any more; returns once they sent the same, or are gone."""
         for _ in self._answers_to({"farewell": self._rank}):
@@ -219,11 +256,19 @@ class Peers:
         If another rank waits for this one in vain, only until no rank reads at the moment.
         """
         assert self._leaving is not None
-        while self._leaving.is_alive() and (now := time.monotonic()) < end:
+        while self._leaving.is_alive() and (now := time.monotonic()) < max(end, self._slices.read_alone + _QUIET):
             asked = self._slices.last_asked
             if self._is_missed.is_set() and (not asked or now - asked > _QUIET):
                 return
             self._leaving.join(_PAUSE)
+
+
+def _beat(others: Sequence[connection.Connection[Any, Any]], has_left: threading.Event) -> None:
+    """Sends a beat to each rank until this one leaves."""
+    while not has_left.wait(_BEAT):
+        for peer in others:
+            with suppress(OSError):  # who reads from a rank that is gone raises
+                peer.send_bytes(OK)
 
 
 def _connect(address: Any, slices: ServedSlices) -> connection.Connection[Any, Any]:

@@ -99,6 +99,19 @@ class RemoteStates:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    def reading_alone(self) -> AbstractContextManager[None]:
+        """See :meth:`Peers.reading_alone`."""
+        return self.peers.reading_alone()
+
+    def read_slice(self, shard: Shard, rank: int, moment: Moment, into: torch.Tensor) -> None:
+        """Reads another rank's slice of a bucket's params, 1D, as it is at the moment."""
+        number = self._number(shard)
+        assert number is not None
+        host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+        self.peers.read(rank, moment, number, "param", 0, host)
+        if host is not into:
+            into.copy_(host)
+
     def fetch(self, shard: Shard, index: int, name: str, moment: Moment) -> torch.Tensor:
         """Reads a whole state. Raises StateError unless all of it is of the moment."""
         self._check(shard, index, name, moment)

@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import ShardoptError, StateError
+from ..partition.comm.patience import note_beat
 from .ended_peers import EndedPeers
 from .epoch import Moment
 from .listener import Listener
@@ -62,7 +63,8 @@ class ServedSlices:
         key: a secret of the optimizer's ranks.
         readable: None after ``close()``.
         ranks: their number.
-        last_asked: when another rank last read.
+        last_asked: when another rank last read, or said that it reads alone.
+        read_alone: when another rank last said that it reads alone.
         ended: the peers whose processes end.
     """
 
@@ -71,6 +73,7 @@ class ServedSlices:
     readable: Readable | None
     ranks: int = 0
     last_asked: float = 0.0  # by the monotonic clock
+    read_alone: float = 0.0
     ended: EndedPeers = field(default_factory=EndedPeers)
     _is_retired: bool = False
     _leaving: list[connection.Connection[Any, Any]] = field(default_factory=list)  # peers that said farewell
@@ -83,6 +86,18 @@ class ServedSlices:
                 self._leaving.append(peer)
                 return
         _answer_farewell(peer)
+
+    def attend(self, peer: connection.Connection[Any, Any]) -> None:
+        """Takes the beats of a peer that reads alone, until it leaves."""
+        with peer, suppress(EOFError, OSError):
+            self._note_beat()
+            peer.send_bytes(OK)  # it begins once all ranks know
+            while peer.recv_bytes(1):
+                self._note_beat()
+
+    def _note_beat(self) -> None:
+        self.last_asked = self.read_alone = time.monotonic()
+        note_beat(self.ended.groups)
 
     def retire(self) -> None:
         """Answers all farewells: this rank will not read any more."""
@@ -168,6 +183,9 @@ class StateServer:
                 if "farewell" in request:
                     slices.keep_farewell(peer)
                     return  # no thread waits for the answer: every rank says farewell, and there may be many
+                if "alone" in request:
+                    slices.attend(peer)
+                    return
                 if "ended" in request:
                     slices.ended.keep(peer, request["ended"])
                     return

@@ -14,7 +14,7 @@ import torch
 from ..errors import OffloadError
 from ..partition.unit import Unit
 from ..tensors.part import Part
-from ..tensors.unsharded_guard import mark_sharded, mark_whole
+from ..tensors.unsharded_guard import mark_sharded, mark_whole, refused_alone
 from .dtensors import local_tensor, placed_as, shown_as
 from .full_state_dict import take_parts_along
 from .shard import Shard
@@ -134,6 +134,8 @@ class ShardedParams:
 
     def write(self, param: torch.nn.Parameter, whole: torch.Tensor) -> None:
         """Collective: writes this rank's slice of a whole tensor, or of a part of the same cut."""
+        if self.gatherer.is_alone:
+            raise refused_alone(self.name_of(param))
         shard, index = self._places[param]
         own, where = shard.bucket.params[index], shard.slice_of(index)
         given = local_tensor(placed_as(param, whole.detach()))

@@ -42,6 +42,7 @@ class Turn:
     Attributes:
         call: what the thread that holds the turn does; None: nothing, or its closure runs. That thread alone writes it.
         trainer: the thread that ran the last forward, whose backward a round belongs to.
+        alone: the context in which this rank reads alone, while it is open.
     """
 
     def __init__(self, ranks: Callable[[], Ranks], is_round_open: Callable[[], bool], updates_in_round: bool):
@@ -53,6 +54,7 @@ class Turn:
         """
         self.call: str | None = None
         self.trainer = 0
+        self.alone: str | None = None
         self._lock = threading.RLock()
         self._frame: FrameType | None = None  # the one whose `with` holds the turn
         self._is_lent = False
@@ -93,6 +95,11 @@ class Turn:
         Args:
             between: the call cannot come in the middle of a backward.
         """
+        if between and self.alone is not None:
+            raise StateError(
+                f"leave `with optimizer.{self.alone}:` before {call}, which every rank makes: inside, the other ranks "
+                "wait for this one. Nothing was done."
+            )
         if not self._lock.acquire(blocking=False):
             return  # another thread has it
         try:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..domain.agreement import agree_on
+from ..domain.alone import check_not_alone
 from ..domain.remote_gradients import GradientFetch
 from ..domain.turn import holding
 from ..errors import CommunicationError, ShardoptError
@@ -326,6 +327,7 @@ class Backward(RoundGradients):
     @holding("backward()")
     def open_round(self) -> None:
         """Opens a round; it ends with the outermost of the graphs that autograd is running."""
+        check_not_alone(self._domain, "a backward")
         self._divisor, divisor = self._num_batches, None
         if self.before_round is not None:
             divisor = self.before_round(

@@ -30,13 +30,13 @@ class FirstCalls:
         self,
         inner: Iterable[nn.Module],
         on_call: Callable[[nn.Module, Any, dict[str, Any]], Arguments | None],
-        on_gradient: Callable[[nn.Parameter], None],
+        on_gradient: Callable[[], None],
     ):
         """
         Args:
             inner: the modules within those that a script calls.
             on_call: binds, and returns the inputs of the module that is about to run if they were replaced.
-            on_gradient: binds in a backward, and takes the gradient of this param.
+            on_gradient: binds in a backward.
         """
         self._on_call, self._on_gradient = on_call, on_gradient
         self._hooks: list[Any] = []
@@ -47,19 +47,20 @@ class FirstCalls:
         self.is_on = True
 
     def watch(self, params: Iterable[nn.Parameter]) -> None:
-        """Binds with the first gradient of one of these params."""
-        arrives = call_while_alive(FirstCalls._arrived, self)
+        """Binds with the first gradient of one of these params, before autograd accumulates it."""
+        arrives = call_while_alive(FirstCalls._arrives, self)
         watched = dict.fromkeys(param for param in params if param.requires_grad and param.is_leaf)
-        self._hooks += [param.register_post_accumulate_grad_hook(arrives) for param in watched]
+        self._hooks += [param.register_hook(arrives) for param in watched]
 
     def _called(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Arguments | None:
         if self.is_on and torch.is_grad_enabled() and not in_backward():
             return self._on_call(module, arguments, keywords)
         return None
 
-    def _arrived(self, param: torch.Tensor) -> None:
-        if self.is_on:
-            self._on_gradient(param)  # type: ignore[arg-type]
+    def _arrives(self, _: torch.Tensor) -> None:
+        # False inside of torch.autograd.grad(), which accumulates nothing.
+        if self.is_on and torch.autograd.Variable._execution_engine.is_checkpoint_valid():
+            self._on_gradient()
 
     def end(self) -> None:
         """Removes the hooks: the module is bound, or the optimizer is closed."""

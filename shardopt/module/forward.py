@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..domain.alone import check_not_alone
 from ..domain.dtensors import is_dtensor, local_tensor, shown_as
 from ..domain.experts import own_units
 from ..domain.turn import holding
@@ -47,7 +48,7 @@ from ..errors import ReleasedError
 from ..partition.unit_orders import Direction
 from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
-from ..tensors.unsharded_guard import keep_pattern
+from ..tensors.unsharded_guard import keep_pattern, refused_alone
 from .hooks import KeepingHook, ModuleHook, call_while_alive
 from .nested import tensors_within, with_own_nodes
 from .running import MODULE_FILE, Place, backward_runs, in_backward
@@ -101,6 +102,7 @@ class Forward:
         self.is_closed = False
         self.turn = domain.turn
         self._gatherer: Gatherer  # once attached
+        self._read: Unit | None = None  # by the script, while this rank reads alone
 
     def add_domain(self, domain: Domain) -> None:
         """Takes along the units of experts, which share the main domain's gatherer."""
@@ -304,6 +306,8 @@ class Forward:
         sharded = self._sharded_with(param)
         if sharded is None or sharded.gatherer.unsharded_contexts:  # unsharded() writes all params back when it ends
             return
+        if self.is_alone:
+            raise refused_alone(sharded.name_of(param))
         if not self._gatherer.writes.is_alone:
             name = sharded.name_of(param)
             raise ReleasedError(
@@ -357,6 +361,8 @@ class Forward:
         self._end_interrupted()
         if self._running:
             self._need(self._running[-1], param)
+        elif self.is_alone:
+            return is_read and self._read_alone(unit)
         elif in_backward():  # a backward of the user's own, or a hook
             self._begin_backward()
             self._gatherer.use(unit)
@@ -372,6 +378,22 @@ class Forward:
             return False
         return True
 
+    @property
+    def is_alone(self) -> bool:
+        """True while this rank reads alone, in ``unsharded(alone=True)``."""
+        domain = self._domains[0]
+        return domain.sharded is not None and domain.sharded.gatherer.is_alone
+
+    def _read_alone(self, unit: Unit) -> bool:
+        """Gathers a unit for a read of the script's own, until it reads a param of another unit."""
+        if self._read is not None and self._read is not unit:
+            self._gatherer.reshard(self._read)
+        self._gatherer.use(unit)
+        self._gatherer.show(unit)
+        self._gatherer.keep_shown(unit)
+        self._read = unit
+        return True
+
     def keep_all(self) -> None:
         """Collective over messages: gathers all units until the next step.
 
@@ -379,6 +401,7 @@ class Forward:
         """
         for unit in list(self._gatherer.units.values()):
             self._gatherer.use(unit)
+            self._gatherer.show(unit)
             self._gatherer.keep_shown(unit)
 
     def _is_in_a_method(self) -> bool:
@@ -397,6 +420,7 @@ class Forward:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
+        check_not_alone(self._domains[0], "a backward")
         self._end_interrupted()
         if self._gatherer.direction is not Direction.BACKWARD and not self._running:
             self._begin_pass(Direction.BACKWARD)

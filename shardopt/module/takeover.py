@@ -369,6 +369,8 @@ class ModuleTakeover:
     def _prepare(self, called: CalledModule) -> None:
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing, which runs the forward again
             return
+        if self.forward is not None and self.forward.is_alone:
+            return
         if not torch.is_grad_enabled():
             self._before_evaluation()
             return
@@ -394,8 +396,8 @@ class ModuleTakeover:
             self.forward.keep_all()  # the method may have read params already, for a backward
         return self.forward.pre_forward(module, arguments, keywords)
 
-    def _first_gradient(self, param: nn.Parameter) -> None:
-        """Binds in a backward, and takes the first gradient."""
+    def _first_gradient(self) -> None:
+        """Binds in a backward, ahead of its first gradient."""
         if self.casts is not None:
             raise BindingError(
                 "call optimizer.bind() before the method: with compute_dtype params are cast when they are bound, and "
@@ -404,11 +406,6 @@ class ModuleTakeover:
         self._bind_elsewhere()
         if self.forward is not None:
             self.forward.keep_all()
-        assert self._domain is not None and self.backward is not None
-        local = self._domain.locals.of(param)
-        for domain, backward in ((self._domain, self.backward), *self._experts.items()):
-            if local in domain.entries:
-                backward.reduce_gradient(domain.entries[local])
 
     def _bind_elsewhere(self) -> None:
         for each in self.called:
@@ -441,7 +438,7 @@ class ModuleTakeover:
         if self.backward is None or called is None or torch._C._current_graph_task_id() != -1:
             return
         self.backward.is_in_forward = False
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not (self.forward is not None and self.forward.is_alone):
             if called.module.training:
                 self._buffers[called].forward_ended(not self.pauses)
             self._mark_graph(called, tensors_within(output), self._syncs(called))

@@ -204,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         self.engine.sum_tied(param, group)
 
-    def unsharded(self, ema: bool = False) -> AbstractContextManager[None]:
+    def unsharded(self, ema: bool = False, alone: bool = False) -> AbstractContextManager[None]:
         """Context with whole params on every rank, for ``generate()``, evaluation and export. Collective at both ends.
 
         Inside, ranks run independently. In-place writes to params stay if all ranks write the same. A ``step()`` on all
@@ -213,8 +213,12 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Args:
             ema: shows the moving average of the weights instead (``ema=0.999`` at construction). After a write to a
                 param the end of the context raises, on all ranks, and the weights are back.
+            alone: for ``if rank == 0: evaluate()``. Not collective: one rank reads at stage 3, unit by unit, what the
+                others serve, while these wait in their next collective, beyond their deadline, or end. Read params
+                between forwards, or run the model; writes, backwards and calls that every rank makes are refused.
+                Over messages and shared memory; over NCCL a ShardoptError.
         """
-        return self.engine.unsharded(ema)
+        return self.engine.unsharded(ema, alone)
 
     def gradient_weight(self, tokens: int, average: bool = True) -> None:
         """Gives the next backward's gradients a weight: those of the step become the mean over all tokens. Local.

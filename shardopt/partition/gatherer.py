@@ -19,8 +19,8 @@ one order of all units, so that gathers of ranks that overlap cannot wait for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ from .unit_orders import Direction, ModelPass, UnitOrders
 
 if TYPE_CHECKING:
     from .bucket import Bucket
-    from .comm.all_gather import Window
+    from .comm.all_gather import AllGather, Window
     from .comm.transport import Transport
     from .memory import Memory
     from .schedule import Budget, Use
@@ -71,6 +71,9 @@ class Gatherer:
         # The context of a wait for a unit of this name.
         self.waiting: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
+        # In one rank's ``unsharded(alone=True)``: returns the all-gather of a unit, in which no other rank takes part.
+        self._alone: Callable[[Unit], AllGather] | None = None
+        self._held: frozenset[Unit] = frozenset()  # the units that were gathered when it began
         self.unsharded_contexts = 0  # contexts that are open in which all units are gathered
         self._gathered: dict[Unit, None] = {}  # the least recently used first
         self._pass: ModelPass | None = None
@@ -114,7 +117,7 @@ class Gatherer:
         self.show(unit)
 
     def _gather_now(self, unit: Unit) -> None:
-        if self.writes.written:
+        if self._alone is None and self.writes.written:
             self.writes.after_writes()
         self._unshard(unit)
         if unit.state is not UnitState.UNSHARDED:
@@ -209,7 +212,11 @@ class Gatherer:
             unit.is_pinned |= self.keeps_until_step(unit)
         if unit.state is not UnitState.SHARDED:
             return
-        gathering = unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
+        gathering = (
+            unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
+            if self._alone is None
+            else self._alone(unit)
+        )
         try:
             for each in unit.buckets:
                 each.bucket.allocate(self._pages_for(each.bucket))
@@ -242,7 +249,8 @@ class Gatherer:
             if isinstance(error, CommunicationError) and self.waits_for_others:
                 raise CommunicationError(
                     "run as many forwards and backwards on every rank, and what ranks do on their own (generate(), an "
-                    f"evaluation of other lengths) in `with optimizer.unsharded():`. {error}"
+                    "evaluation of other lengths) in `with optimizer.unsharded():`, or what one of them does (`if rank "
+                    f"== 0:`) in `with optimizer.unsharded(alone=True):`. {error}"
                 ) from error
             raise
         unit.gathering, unit.state = None, UnitState.UNSHARDED
@@ -302,7 +310,7 @@ class Gatherer:
         self.end_pass(completed=self.direction is Direction.BACKWARD)
         if direction is Direction.FORWARD:
             self.orders.begin_forward()
-        if self.unsharded_contexts or direction is Direction.EVALUATION:
+        if self.unsharded_contexts or self.is_alone or direction is Direction.EVALUATION:
             self._pass = ModelPass(direction, is_traced=False)
             return
         if self.waits_for_others:
@@ -330,6 +338,9 @@ class Gatherer:
                 now.departed = True
             elif at is None and now.is_traced:
                 self.orders.note_use(unit, now.direction)
+        if self.is_alone:
+            self._reshard_over_budget(unit, lambda each: each in self._held or self._stays_for_now(each))
+            return
         if now is None or at is None:
             self.on_demand(unit)
             self._reshard_over_budget(unit, self._stays_for_now)
@@ -415,6 +426,9 @@ class Gatherer:
         now, self._pass = self._pass, None
         if now is None:
             return
+        if self.is_alone:
+            self._reshard_all_but(unit.name for unit in self._held)
+            return
         if not completed:
             if self._outlives_backward:  # ranks may have come to different units before the error
                 for unit in self._gathered:
@@ -441,6 +455,30 @@ class Gatherer:
         None where ranks read each other's memory: there a gather needs no call of another rank.
         """
         return self.orders.departures if self.waits_for_others else ()
+
+    # -- one rank alone --------------------------------------------------------------------------------------------
+
+    @property
+    def is_alone(self) -> bool:
+        """True while this rank reads alone."""
+        return self._alone is not None
+
+    @contextmanager
+    def reading_alone(self, gathering_of: Callable[[Unit], AllGather]) -> Iterator[None]:
+        """A context in which this rank gathers alone. Other ranks do not notice: the same units stay gathered.
+
+        Args:
+            gathering_of: returns an all-gather of a unit in which no other rank takes part.
+        """
+        self._alone, self._held = gathering_of, frozenset(self._gathered)
+        try:
+            yield
+        finally:
+            for unit in list(self._gathered):
+                if unit not in self._held:
+                    unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
+                    self._reshard(unit)
+            self._pass, self._alone, self._held = None, None, frozenset()
 
     # -- writes of slices ------------------------------------------------------------------------------------------
 

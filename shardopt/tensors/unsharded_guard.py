@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import ReleasedError
+from ..errors import ReleasedError, StateError
 
 
 class SliceKeeper(Protocol):
@@ -240,6 +240,17 @@ def _changes_nothing(function: Any, param: torch.Tensor, args: Sequence[Any], ke
 def keep_pattern(name: str | None) -> str:
     """Returns the argument that makes the optimizer keep a param of this name whole."""
     return f'tuning=Tuning(keep=("{name}",))' if name else "tuning=Tuning(keep=...), which takes its name,"
+
+
+ALONE = "unsharded(alone=True)"
+
+
+def refused_alone(name: str | None) -> StateError:
+    """Returns the error for a write to a param while one rank reads alone."""
+    return StateError(
+        f"write in `with optimizer.unsharded():`, on every rank: {name or 'a param'} was to be written in {ALONE}, on "
+        "this rank alone. Ranks would hold different values."
+    )
 
 
 def _refusal(call: str, param: Any) -> ReleasedError:

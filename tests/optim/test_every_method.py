@@ -40,7 +40,7 @@ METHODS = {
     "sum_tied": {"param": NOTHING, "group": NOTHING},  # params of the optimizer, and groups, alone
     "timings": {},
     "schedule": {},
-    "unsharded": {"ema": FLAG},
+    "unsharded": {"ema": FLAG, "alone": FLAG},
     "weights": {"bucket_bytes": ONE, "dtype": NONE, "names": NONE},
     "weights_metadata": {"dtype": NONE, "names": NONE},
     "zero_grad": {"set_to_none": EVERYTHING},  # as torch's: what counts is whether it is true

@@ -159,7 +159,7 @@ DEFAULTS_OF_METHODS: dict[str, dict[str, Any]] = {
     "monitor": {"every": 1.0},
     "offload": {"to": "cpu"},
     "step": {"closure": None},
-    "unsharded": {"ema": False},
+    "unsharded": {"ema": False, "alone": False},
     "weights": {"bucket_bytes": 256 << 20, "dtype": None, "names": None},
     "weights_metadata": {"dtype": None, "names": None},
     "zero_grad": {"set_to_none": True},

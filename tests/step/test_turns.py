@@ -104,6 +104,7 @@ ALONE: dict[str, Call] = {
     "step": lambda model, opt, folder: opt.step(),
     "sum_tied": lambda model, opt, folder: opt.sum_tied(param_of(opt), None),  # type: ignore[arg-type]
     "unsharded": lambda model, opt, folder: enter(opt.unsharded()),
+    "unsharded alone": lambda model, opt, folder: enter(opt.unsharded(alone=True)),
     "weights": lambda model, opt, folder: dict(opt.weights()),
     "save_checkpoint": lambda model, opt, folder: shardopt.save_checkpoint(folder, model, opt),
     "saved alone": lambda model, opt, folder: shardopt.save_checkpoint(folder, model),

@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from ...errors import CommunicationError, DisagreementError
 from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
+from .patience import is_read_alone, wait_for_collective, wait_for_message
 
 # Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
 # before memory is allocated for it.
@@ -45,6 +46,7 @@ class Pending(NamedTuple):
     phase: str
     works: tuple[Any, ...]
     peers: tuple[int, ...] = ()  # by work: its rank, if each work is with one rank
+    is_on_host: bool = False  # messages of host memory, which gloo carries
 
 
 @dataclass
@@ -86,6 +88,10 @@ class Ranks:
             return self._deadline.total_seconds()
         return (default_pg_timeout if self.group is None else timeout_of(self.group)).total_seconds()
 
+    def is_read_alone(self, since: float) -> bool:
+        """True if some rank has said since then that it reads alone: a wait for it goes on."""
+        return is_read_alone(self.group, since)
+
     def has_collectives(self, device: torch.device) -> bool:
         """True if the backend's own reduce-scatter and all-gather are fast: those of any backend but gloo."""
         return self.group is not None and self._backend(device) not in (None, "gloo")
@@ -121,10 +127,12 @@ class Ranks:
             deadline = limit
         for work, peer in itertools.zip_longest(pending.works, pending.peers):
             with self.naming(pending.phase, peer):
-                if deadline is None:
+                if deadline is None or self.group is None:
                     work.wait()
+                elif pending.is_on_host and peer is not None:
+                    wait_for_message(work, deadline, host_group(self.group), peer)
                 else:
-                    work.wait(deadline)
+                    wait_for_collective(work, deadline, self.group)
 
     def wait_on_stream(self, pending: Pending) -> None:
         """Lets the current stream wait until the collective is done; the host goes on.
@@ -251,14 +259,14 @@ class Ranks:
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = []
         with self.naming(phase):
-            group, _ = self._route(own[0].device)
+            group, device = self._route(own[0].device)
         for peer in peers:
             with self.naming(phase, peer):
                 works.append(dist.irecv(others[peer], group_src=peer, group=group, tag=tag))
         for peer in peers:
             with self.naming(phase, peer):
                 works.append(dist.isend(own[peer], group_dst=peer, group=group, tag=tag))
-        return Pending(phase, tuple(works), (*peers, *peers))
+        return Pending(phase, tuple(works), (*peers, *peers), device.type == "cpu")
 
     def broadcast(self, tensors: Sequence[torch.Tensor], phase: str, root: int = 0) -> None:
         """Collective: copies the root's values into every rank's tensors, one after the other."""

@@ -45,9 +45,9 @@ _READS_BEFORE_ALL = 500
 class Backoff:
     """The pauses between two reads of a board: none at first, then short ones, until a deadline."""
 
-    def __init__(self, seconds: float):
-        """``seconds``: until the wait is given up."""
-        self.reads, self._end = 0, time.monotonic() + seconds
+    def __init__(self, seconds: float, ranks: Ranks | None = None):
+        """``seconds``: until the wait is given up, unless one of the ranks reads alone."""
+        self.reads, self._began, self._seconds, self._ranks = 0, time.monotonic(), seconds, ranks
 
     def again(self) -> bool:
         """Sleeps after many reads. Returns True if the caller should read again, False after the deadline."""
@@ -55,7 +55,10 @@ class Backoff:
         if self.reads <= _READS_WITHOUT_PAUSE:
             return True
         time.sleep(_PAUSE)
-        return time.monotonic() < self._end
+        now = time.monotonic()
+        if now >= self._began + self._seconds and self._ranks is not None and self._ranks.is_read_alone(self._began):
+            self._began = now
+        return now < self._began + self._seconds
 
 
 class Notice(NamedTuple):
@@ -183,7 +186,7 @@ class PeerBoard:
         Raises:
             CommunicationError: as ``ready``, or the rank is late, or any rank died.
         """
-        backoff = Backoff(self._ranks.seconds)
+        backoff = Backoff(self._ranks.seconds, self._ranks)
         while (notice := self.ready(rank, reached, phase)) is None:
             if backoff.reads % _READS_BEFORE_ALL == _READS_WITHOUT_PAUSE:
                 # The awaited rank may have abandoned its attempt because another rank died, and then never comes to the

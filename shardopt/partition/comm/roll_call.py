@@ -90,7 +90,7 @@ class RollCall:
         """
         received = self._ranks.size - 1
         for index, (work, peer) in enumerate(zip(self._pending.works, self._pending.peers, strict=True)):
-            self._ranks.wait(Pending(self._phase, (work,), (peer,)))
+            self._ranks.wait(Pending(self._phase, (work,), (peer,), self._pending.is_on_host))
             if index < received:
                 status, kind = self._others[peer].tolist()
                 self._check(peer, RankStatus(status), kind)

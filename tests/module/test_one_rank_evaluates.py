@@ -1,0 +1,191 @@
+"""``unsharded(alone=True)``: one rank evaluates at stage 3 while the others wait for it, however long, or end."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardopt import CommunicationError, ShardedAdamW, ShardedOptimizer, StateError
+from tests.support.comparing import raw, snapshot
+from tests.support.modules import W, data, small
+from tests.support.ranks import Pool
+from tests.support.training import raises
+
+DEADLINE = 2.0
+WAYS: tuple[dict[str, Any], ...] = ({}, {"neighbours": False}, {"neighbours": False, "live_bytes": None})
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(W, W), nn.Linear(W, 11, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(W, W), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def made(**tuning: Any) -> tuple[Model, ShardedOptimizer]:
+    model = Model()
+    return model, ShardedAdamW(model, lr=0.01, stage=3, tuning=small(timeout=DEADLINE, **tuning))
+
+
+def train_step(model: nn.Module, opt: ShardedOptimizer, step: int) -> None:
+    opt.zero_grad()
+    model(data(step, 4, W)).square().mean().backward()
+    opt.step()
+
+
+def whole_loss(model: nn.Module, opt: ShardedOptimizer) -> tuple[bytes, float]:
+    with opt.unsharded(), torch.no_grad():
+        norm = sum(param.square().sum().item() for param in model.parameters())
+        return raw(model(torch.ones(3, W))), norm
+
+
+def evaluates(reader: int, tuning: dict[str, Any]) -> None:
+    """Three times the deadline, between two steps; nobody else makes a call for it, and training is not touched."""
+    (model, opt), (other, plain) = made(**tuning), made(**tuning)
+    for step in range(3):
+        train_step(model, opt, step)
+        train_step(other, plain, step)
+        expected = whole_loss(other, plain)
+        if step == 1 and dist.get_rank() == reader:
+            with opt.unsharded(alone=True):
+                end = time.monotonic() + 3 * DEADLINE
+                with torch.no_grad():
+                    found = raw(model(torch.ones(3, W)))
+                    norm = sum(param.square().sum().item() for param in model.parameters())
+                    gathered = opt.engine.domain.sharded.gatherer.gathered
+                assert (found, norm) == expected
+                assert "live_bytes" in tuning or len(gathered) <= 2, gathered
+                while time.monotonic() < end:
+                    model.eval()(torch.ones(1, W))  # with gradients, as people forget to switch them off
+                    time.sleep(0.1)
+                model.train()
+                refused(model, opt)
+    assert snapshot(model, opt) == snapshot(other, plain)
+    opt.close()
+    plain.close()
+
+
+def refused(model: Model, opt: ShardedOptimizer) -> None:
+    weight = model.first.weight
+    for call in (
+        opt.step,
+        opt.close,
+        lambda: opt.unsharded(alone=True).__enter__(),
+        lambda: opt.unsharded().__enter__(),
+    ):
+        with raises(StateError, "leave `with optimizer.unsharded(alone=True):` before"):
+            call()
+    with torch.no_grad():
+        for kind, write in (
+            (StateError, lambda: weight.copy_(torch.ones(W, W))),
+            (RuntimeError, lambda: model.load_state_dict(model.state_dict())),  # torch wraps what it finds
+        ):
+            with raises(kind, "first.weight", "on every rank"):
+                write()
+    with raises(StateError, "before a backward"):
+        model(torch.ones(1, W)).sum().backward()
+    opt.zero_grad()
+
+
+def fails_inside() -> None:
+    """An error inside is the script's own; a write to a param that is whole is told at the end."""
+    model, opt = made(neighbours=False)
+    train_step(model, opt, 0)
+    if dist.get_rank() == 0:
+        with raises(ZeroDivisionError), opt.unsharded(alone=True):
+            model(torch.ones(1, W))
+            print(1 / 0)
+    train_step(model, opt, 1)
+    before = snapshot(model, opt)
+    kept = nn.Sequential(nn.Linear(W, W), nn.Linear(W, 1))  # whose last param is whole
+    own = ShardedAdamW(kept, stage=3, tuning=small(timeout=DEADLINE))
+    train_step(kept, own, 0)
+    saved = kept[1].bias.detach().clone()
+    if dist.get_rank() == 1:
+        with raises(StateError, "1.bias", "different values"), own.unsharded(alone=True), torch.no_grad():
+            kept[1].bias.add_(1)
+            kept[1].bias.copy_(saved)
+    train_step(kept, own, 1)
+    own.close()
+    with raises(ValueError, "on every rank"):
+        opt.unsharded(ema=True, alone=True)
+    assert snapshot(model, opt) == before
+    opt.close()
+
+
+def in_between() -> None:
+    """Before the first forward, between a forward and its backward, and at stages that hold whole params."""
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        model = Model()
+        opt = ShardedAdamW(model, lr=0.01, stage=stage, tuning=small(timeout=30, neighbours=False, live_bytes=None))
+        for step in range(3):
+            if dist.get_rank() == 1:
+                with opt.unsharded(alone=True), torch.no_grad():
+                    model.eval()(torch.ones(2, W))
+                    model.train()
+            loss = model(data(step, 4, W)).square().mean()
+            if dist.get_rank() == 0:
+                with opt.unsharded(alone=True), torch.no_grad():
+                    model(torch.ones(2, W))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        opt.close()
+
+
+def ends(reads: bool) -> None:
+    """The last step, then the end of the other process, or its close()."""
+    model, opt = made(neighbours=False)
+    train_step(model, opt, 0)
+    if dist.get_rank() == 0:
+        with opt.unsharded(alone=True), torch.no_grad():
+            time.sleep(DEADLINE)
+            before = model(torch.ones(2, W))
+            time.sleep(6)  # longer than close() waits for a rank that does not say that it reads
+            assert torch.equal(model(torch.ones(2, W)), before)
+    if reads:
+        opt.close()
+
+
+def killed() -> None:
+    model, opt = made(neighbours=False)
+    train_step(model, opt, 0)
+    if dist.get_rank() == 0:
+        with opt.unsharded(alone=True), torch.no_grad():
+            model(torch.ones(2, W))
+            time.sleep(2 * DEADLINE)
+            os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with raises(CommunicationError, "rank 0"):
+        train_step(model, opt, 1)
+    assert time.monotonic() - began < 20
+
+
+def test_one_rank_evaluates(ranks: Pool) -> None:
+    for number, tuning in enumerate(WAYS):
+        ranks.run(evaluates, number % 2, tuning, world=2)
+
+
+def test_errors_and_other_places(ranks: Pool) -> None:
+    ranks.run(fails_inside, world=2)
+    ranks.run(in_between, world=2)
+
+
+def test_the_others_end(ranks: Pool) -> None:
+    ranks.run(ends, True, world=2)
+
+
+def test_a_reader_is_killed(ranks: Pool) -> None:
+    ranks.run(killed, world=2, doomed=[0])
