@@ -217,6 +217,14 @@ class Bindings:
         finalizer.atexit = False  # at exit the system frees everything
         self._retire.append(finalizer)
 
+    def retire_domains(self) -> None:
+        """Forgets the domains' ends: they were released."""
+        for finalizer in list(self._retire):
+            alive = finalizer.peek()
+            if alive is not None and alive[1] is Domain.retire:
+                finalizer.detach()
+                self._retire.remove(finalizer)
+
     def _backward(self) -> Backward | None:
         """The hooks on gradients of the module that was taken over; None before it is bound."""
         return None if self.takeover is None else self.takeover.backward

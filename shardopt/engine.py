@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import flag, whole
 from .bindings import Bindings
 from .config import Offload, check_norm_group
-from .domain.agreement import agree_on_call
+from .domain.agreement import agree_on_call, agreed
 from .domain.alone import read_alone
 from .domain.dtensors import local_gradient
 from .domain.masters import refresh_masters
@@ -33,6 +33,7 @@ from .domain.unsharded import check_not_unsharded, resharded, unsharded
 from .errors import BindingError, CommunicationError, ShardoptError, StateError
 from .module.closure import RaiseNow
 from .module.gradients_at_once import reduce_together, sum_tied
+from .module.surgery import names_of
 from .module.takeover import ModuleTakeover
 from .option import given_in_words
 from .partition.comm.group import Ranks
@@ -46,7 +47,7 @@ from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict
 from .states.weights import weights_of
 from .step.program import ELEMENTWISE
-from .step.step import NOTHING_DONE, Call, run_step
+from .step.step import NOTHING_DONE, Call, check_unbroken, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 from .tensors.unsharded_guard import ALONE
 
@@ -542,6 +543,60 @@ class Engine(Bindings):
             self.finish_gathers()
             if move_states(self.domains, to):
                 self._away = to
+
+    # -- surgery ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rebind(self) -> None:
+        """Collective: see :meth:`ShardedOptimizer.rebind`."""
+        with self.turn.take_together("rebind()"):
+            self._rebind()
+
+    def _rebind(self) -> None:
+        view: dict[str, Any] = {}
+        with agreed(view, self.ranks()):
+            takeover = self._rebindable()
+            plan = takeover.plan_rebinding()
+            names = names_of(takeover.module)
+            view["rebind()"] = [
+                {names[param]: [list(param.shape), param in plan.kept] for param in params} for params in plan.groups
+            ]
+            states = plan.states(self.states.all(self.groups))
+        away, self._away = self._away, None
+        takeover.unbind()
+        for domain in self.domains:
+            domain.release()
+        self.retire_domains()
+        self.planners.clear()
+        self.local_params.update_dtensors()
+        self._domains, self._release = None, None
+        self.states.start_anew({self.local_params.of(param): state for param, state in states.items()})
+        for group, params in zip(self.groups, plan.groups, strict=True):
+            group["params"] = params
+        self.bind_module()
+        if away is not None and move_states(self.domains, away):
+            self._away = away
+
+    def _rebindable(self) -> ModuleTakeover:
+        """Returns the takeover of a module that can be bound anew. Raises ShardoptError if it cannot."""
+        self.check_open()
+        if self.takeover is None:
+            raise ShardoptError(
+                "replace params in param_groups (group['params'][i] = new, and del optimizer.state[old]): rebind() "
+                "looks for them in the module, and none was handed over."
+            )
+        self.check_weights("rebind()")
+        check_not_unsharded(self.domains, "rebind()")
+        if len(self.domains) > 1:
+            raise ShardoptError(
+                "construct a new optimizer, and load the state dict of this one: rebind() is not there for models with "
+                "experts, whose param groups have their own process_group."
+            )
+        for domain in self.domains:
+            check_unbroken(domain)
+        self.finish_gathers()
+        self.settle_states()
+        return self.takeover
 
     # -- reports and the end ---------------------------------------------------------------------------------------
 

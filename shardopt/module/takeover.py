@@ -5,6 +5,7 @@ A module that is wrapped in DistributedDataParallel loses DDP's reducer; see :mo
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +37,7 @@ from .materialize import give_devices, give_values
 from .nested import tensors_within
 from .overlap_hooks import OverlapHooks
 from .running import in_backward
+from .surgery import Bound, Rebinding, names_of, plan_rebinding
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class ModuleTakeover:
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
         casts: casts inputs and outputs, where the module runs in another dtype than its masters have.
         overlap_hooks: waits for params that the last step did not wait for, from :meth:`use_domain` on; below stage 3.
+        bound: the params of groups that are bound, as they were then.
         first_calls: notices a call of another method than forward, until the module is bound.
     """
 
@@ -106,6 +109,9 @@ class ModuleTakeover:
         self._buffers = {each: SharedBuffers(each.module) for each in self.called}
         self.source = 0
         self.averaged = AveragedParams()
+        self.bound: dict[nn.Parameter, Bound] = {}
+        self._numel = 0  # of all bound params, as they were bound
+        self._has_stepped = False  # since the last forward
         self._frozen: list[nn.Parameter] = []  # in no param group, when this was last looked at
         self.before_buffers: Callable[[str], None] | None = None
         self._hooks: list[Any] = []
@@ -177,9 +183,9 @@ class ModuleTakeover:
                 self._check_not_replaced(name, param)
                 raise BindingError(
                     "freeze it (requires_grad_(False)), add it to a group (optimizer.add_param_group({'params': "
-                    "...})), or give it to a torch.optim optimizer before the first forward: "
-                    f"{name} is trainable but in no param group of an optimizer that took the module over. Nobody "
-                    "would average its gradient, and nobody train it."
+                    "...}), or of a changed layer optimizer.rebind()), or give it to a torch.optim optimizer before "
+                    f"the first forward: {name} is trainable but in no param group of an optimizer that took the "
+                    "module over. Nobody would average its gradient, and nobody train it."
                 )
             if is_dtensor(param) or param.is_meta or self._experts or self.casts is not None:
                 raise BindingError(
@@ -204,7 +210,7 @@ class ModuleTakeover:
                     "load without assign=True (module.load_state_dict(state_dict)), or write to the param (param.copy_("
                     f"tensor) under no_grad()): {name} is a new Parameter in place of one that the optimizer trains, "
                     "as load_state_dict(assign=True) makes them, and no step would reach it. To train the new one, "
-                    "call close() and construct the optimizer anew."
+                    "call optimizer.rebind()."
                 )
 
     def averages_for_others(self) -> bool:
@@ -283,6 +289,10 @@ class ModuleTakeover:
         assert self.backward is not None
         self._tree = ModuleTree(self.module)
         self.first_calls.end()
+        names = names_of(self.module)
+        for entry in entries:
+            self.bound[entry.outer] = Bound(names.get(entry.outer, entry.name), tuple(entry.outer.shape))
+        self._numel = sum(math.prod(each.shape) for each in self.bound.values())
         for buffers in self._buffers.values():
             buffers.look_again()
         self._experts.get(domain, self.backward).attach(entries)
@@ -374,6 +384,7 @@ class ModuleTakeover:
         if not torch.is_grad_enabled():
             self._before_evaluation()
             return
+        self._check_sizes()
         self._find_ddp(called)
         self._retire_reducer(called)
         self._before_forward()
@@ -467,6 +478,7 @@ class ModuleTakeover:
 
     def step_ended(self) -> None:
         """All ranks made a step, or raised in one."""
+        self._has_stepped = True
         for buffers in self._buffers.values():
             buffers.step_ended()
 
@@ -505,6 +517,50 @@ class ModuleTakeover:
         for called in self.called:
             if name in (None, called.name):
                 self._buffers[called].share(self._buffer_domains(called), self.source)
+
+    # -- surgery -----------------------------------------------------------------------------------------------------
+
+    def _check_sizes(self) -> None:
+        """Raises BindingError if a param was enlarged or cut since it was bound; looks in a step's first forward."""
+        if not self._has_stepped:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # released params check every attribute that is read
+            if sum(map(torch.numel, self.bound)) != self._numel:
+                param, was = next(each for each in self.bound.items() if tuple(each[0].shape) != each[1].shape)
+                raise BindingError(
+                    "call optimizer.rebind() on every rank, once the model is changed and before this forward: "
+                    f"{was.name} has the shape {tuple(param.shape)}, and had {was.shape} when the optimizer bound it "
+                    "(resize_token_embeddings() gives a param other data, say). Its gradient would not fit."
+                )
+        self._has_stepped = False
+
+    def plan_rebinding(self) -> Rebinding:
+        """Plans what params the groups have from now on: those of the module as it is."""
+        known = {
+            param
+            for each in self._sharers()
+            if each is not self
+            for group in each.groups()
+            for param in group["params"]
+        }
+        known.update(param for group in self.groups() for param in group["params"])
+        known.update(tensor for tensor in self._of_each_rank() if isinstance(tensor, nn.Parameter))
+        elsewhere = trained_elsewhere()
+        new = {
+            name: param
+            for param, name in names_of(self.module).items()
+            if param.requires_grad and param not in known and param not in elsewhere
+        }
+        return plan_rebinding(self.bound, self.module, self.groups(), new)
+
+    def unbind(self) -> None:
+        """Forgets the domains, and removes the hooks of their params. The hooks on the module stay."""
+        if self.backward is not None:
+            self.backward.detach()
+        if self.forward is not None:
+            self.forward.close()
+        self._domain, self.backward, self.forward, self.overlap_hooks = None, None, None, None
+        self._experts, self.bound, self._tree, self._numel, self._has_stepped = {}, {}, None, 0, False
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

@@ -173,6 +173,20 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.no_sync()
 
+    def rebind(self) -> None:
+        """Binds the module anew after its layers were changed: added, removed, resized or replaced. Collective.
+
+        States are kept by the names of params, where shapes agree; all else begins anew, masters with what the params
+        hold. New params come into the only param group; if there are several, call :meth:`add_param_group` first. Call
+        it between :meth:`step` and the next forward, outside of :meth:`unsharded`; gradients are forgotten.
+
+        Raises:
+            ShardoptError: no module was handed over, or its experts have groups of their own. Nothing changed.
+            BindingError: a new param could be of several groups. Nothing changed.
+            DisagreementError: ranks changed their modules differently. Nothing changed.
+        """
+        self.engine.rebind()
+
     def reduce_gradients(self) -> None:
         """Reduces what backwards under :meth:`no_sync` accumulated, or the script assigned. Collective; stages 0 and 1.
 

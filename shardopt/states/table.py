@@ -291,6 +291,11 @@ class StateTable:
         self.consolidated = None
         self.unplaced, self.unfit = {}, {}
 
+    def start_anew(self, waiting: States) -> None:
+        """Forgets the domains; these states wait until their params are bound."""
+        self.domains_of_model, self.waiting, self.consolidated = None, waiting, None
+        self.unplaced, self.unfit = {}, {}
+
     # -- surgery: params are replaced by others, with their states ---------------------------------------------------
 
     def settle(self, groups: Sequence[Group]) -> None:

@@ -158,7 +158,15 @@ class ReleasedParameter(torch.nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        raise _refusal("deepcopy", self)
+        keeper = _keeper_of(self)
+        if keeper is None or keeper.is_dropped:
+            raise _refusal("deepcopy", self)
+        raise ReleasedError(
+            "copy the model in `with optimizer.unsharded():`, which every rank must enter and leave, and the copy is a "
+            "plain whole model; or let the optimizer average the weights (ema=0.999 at construction, and `with "
+            "optimizer.unsharded(ema=True):` shows them). copy.deepcopy() came to "
+            f"{keeper.name_of(self) or 'a param'}, of which this rank holds a slice (stage 3)."
+        )
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)

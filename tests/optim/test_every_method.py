@@ -32,6 +32,7 @@ METHODS = {
     "no_sync": {},
     "offload": {"to": NOTHING},
     "program": {},
+    "rebind": {},
     "reduce_gradients": {},
     "refresh_masters": {},
     "reload": {},

@@ -99,6 +99,7 @@ ALONE: dict[str, Call] = {
     "consolidate_state_dict": lambda model, opt, folder: opt.consolidate_state_dict(),
     "gradient_weight": lambda model, opt, folder: opt.gradient_weight(1),
     "offload": lambda model, opt, folder: opt.offload(),
+    "rebind": lambda model, opt, folder: opt.rebind(),
     "reduce_gradients": lambda model, opt, folder: opt.reduce_gradients(),
     "reload": lambda model, opt, folder: opt.reload(),
     "step": lambda model, opt, folder: opt.step(),
