@@ -592,6 +592,11 @@ class Engine(Bindings):
                 "construct a new optimizer, and load the state dict of this one: rebind() is not there for models with "
                 "experts, whose param groups have their own process_group."
             )
+        if self.options.compute_dtype is not None:
+            raise ShardoptError(
+                "construct a new optimizer, and load the state dict of this one: rebind() is not there with "
+                "compute_dtype, whose fp32 values lie with the optimizer."
+            )
         for domain in self.domains:
             check_unbroken(domain)
         self.finish_gathers()

@@ -100,6 +100,7 @@ def test_methods_are_added_on_purpose() -> None:
         "offload",
         "options",
         "program",
+        "rebind",
         "reduce_gradients",
         "refresh_masters",
         "reload",

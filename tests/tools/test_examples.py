@@ -44,6 +44,14 @@ def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and prints in done.stdout, done.stderr
 
 
+def test_blocks_of_the_page_run() -> None:
+    """An agent without a forward; one rank that evaluates alone, an average and surgery."""
+    text = PAGE.read_text()
+    for heading in ("## An agent without a forward", "## Rank 0 evaluates alone"):
+        section = text[text.index(heading) :]
+        exec(section.split("```python\n")[1].split("```")[0], {})
+
+
 def example(name: str, folder: str, *changes: str) -> None:
     sys.argv = [name, folder, *changes]
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
