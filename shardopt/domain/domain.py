@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BindingError, CommunicationError, RuleError
+from ..offload.kept import Kept
 from ..partition.comm.group import Ranks, Traffic
 from ..partition.comm.transport import Transport
 from ..partition.zero_stage import ZeroStage
@@ -127,6 +128,7 @@ class Domain:
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
         self._store: Store | None = None  # opened at the first binding
+        self.kept = Kept()  # that stores leave to each other
         self.steps_agreed = 0
         self.broken: str | None = None
         self.is_half_loaded = False
@@ -369,7 +371,7 @@ class Domain:
     def store_for(self, device: torch.device) -> Store:
         """Returns ``store``; params of this device may be the first to be bound."""
         if self._store is None:
-            self._store = make_store(self.options.offload_options, self.options.tuning, device)
+            self._store = make_store(self.options.offload_options, self.options.tuning, device, self.kept)
         return self._store
 
     def move_to(self, store: Store, homes: Sequence[ShardStorage]) -> tuple[Store, list[ShardStorage]]:
@@ -395,6 +397,7 @@ class Domain:
             shard.bucket.release(self._exact(shard) if shard.is_cast else None)
         if self._store is not None:
             self._store.close()
+        self.kept.free_spare()
         if links is not None and links.landing is not None:
             links.landing.close()
         if links is not None:  # its transports stay: a state dict taken before may still be read

@@ -41,7 +41,7 @@ def move_states(domains: Sequence[Domain], to: Offload | None) -> bool:
 
     def open_store() -> Store:
         check_offload(rests, device)
-        return make_store(rests, tuning, device)
+        return make_store(rests, tuning, device, domain.kept)
 
     relocate(domain, tier_of(rests), open_store)
     return True
@@ -63,6 +63,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
     except BaseException:
         if store is not None:
             _close(store)
+        domain.kept.free_spare()  # there may have been no room
         raise
     assert store is not None
     store.commit()

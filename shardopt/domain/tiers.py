@@ -17,6 +17,7 @@ from ..offload.cpu_step import CpuStepStore
 from ..offload.disk.store import DiskStore
 from ..offload.gradients import HostLanding
 from ..offload.host import HostStore
+from ..offload.kept import Kept
 from ..offload.measured import MeasuredStore
 from ..offload.pinned import Pages, register_with_cuda
 from ..offload.ring import RingStore
@@ -40,8 +41,11 @@ def tier_of(offload: Offload | None) -> str:
     return "host" if offload.directory is None else "disk"
 
 
-def make_store(offload: Offload | None, tuning: Tuning, device: torch.device) -> Store:
+def make_store(offload: Offload | None, tuning: Tuning, device: torch.device, kept: Kept | None = None) -> Store:
     """Makes the store of states for params on this device.
+
+    Args:
+        kept: what a store of the same optimizer left.
 
     Raises:
         OffloadError: the directory cannot be used.
@@ -50,7 +54,7 @@ def make_store(offload: Offload | None, tuning: Tuning, device: torch.device) ->
         return ResidentStore("device", zeros)
     if device.type == "cpu":
         return _cpu_store(offload, tuning)
-    return _gpu_store(device, CopyStreams(device), offload, tuning)
+    return _gpu_store(device, CopyStreams(device), offload, tuning, kept or Kept())
 
 
 def make_landing(offload: Offload | None, device: torch.device) -> HostLanding | None:
@@ -68,9 +72,11 @@ def _disk_store(directory: Path, tuning: Tuning) -> DiskStore:
     return DiskStore(directory, tuning.chunk_bytes, tuning.timeout or _DISK_SECONDS)
 
 
-def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tuning: Tuning) -> Store:
+def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tuning: Tuning, kept: Kept) -> Store:
     """Makes a store for params that are on a device."""
-    pages = _pages(offload, device)
+    if offload.pin_memory not in kept.pages:
+        kept.pages[offload.pin_memory] = _pages(offload, device)
+    pages = kept.pages[offload.pin_memory]
     if offload.directory is not None:
         return CpuStepStore(streams, pages, _disk_store(offload.directory, tuning))
     host = HostStore(pages, tuning.chunk_bytes)
@@ -78,9 +84,8 @@ def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tun
         return RingStore(device, streams, host)
     if offload.step == "cpu":
         return CpuStepStore(streams, pages, host)
-    return MeasuredStore(
-        streams, host, {"gpu": RingStore(device, streams, host), "cpu": CpuStepStore(streams, pages, host)}
-    )
+    updaters = {"gpu": RingStore(device, streams, host), "cpu": CpuStepStore(streams, pages, host)}
+    return MeasuredStore(streams, host, updaters, kept.seconds)
 
 
 def _pages(offload: Offload, device: torch.device) -> Pages:

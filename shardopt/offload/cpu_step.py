@@ -186,9 +186,9 @@ class CpuStepStore(Store):
         return [*self._params.values(), *(slot.memory for slot in self._slots)]
 
     def free_buffers(self) -> None:
-        """Frees all buffers. The next step makes those that it needs."""
+        """Leaves all buffers to the pages. The next step takes or makes those that it needs."""
         self.wait_for_copies()
-        self._pages.give_back(self._own())
+        self._pages.keep(self._own())
         self._params.clear()
         self._sums.clear()
         self._slots = []

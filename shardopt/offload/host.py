@@ -52,7 +52,7 @@ class HostStorage(ResidentStorage):
 
     def release(self) -> None:
         self._store.wait_for_copies()
-        self._store.pages.give_back(list(self.streams.values()))
+        self._store.pages.keep(list(self.streams.values()))
         super().release()
 
 

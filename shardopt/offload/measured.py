@@ -34,14 +34,23 @@ class MeasuredStore(Store):
 
     tier = "host"
 
-    def __init__(self, streams: CopyStreams, host: HostStore, updaters: Mapping[str, _Updater]):
-        """``updaters``: by the names that ``Offload.step`` gives them."""
+    def __init__(
+        self, streams: CopyStreams, host: HostStore, updaters: Mapping[str, _Updater], seconds: dict[str, list[float]]
+    ):
+        """
+        Args:
+            updaters: by the names that ``Offload.step`` gives them.
+            seconds: of each of their steps, as a store before this one measured them; this one goes on there.
+        """
         self._streams, self._host, self._updaters = streams, host, dict(updaters)
         self._homes: weakref.WeakSet[ShardStorage] = weakref.WeakSet()
-        self._seconds: dict[str, list[float]] = {name: [] for name in updaters}
+        self._seconds = seconds
+        for name in updaters:
+            seconds.setdefault(name, [])
         self._now = next(iter(updaters))
         self._began: float | None = None  # start of the pass that is measured
         self._took = 0.0  # seconds of this step's passes so far
+        self._choose()
 
     @property
     def _updater(self) -> _Updater:
@@ -64,6 +73,8 @@ class MeasuredStore(Store):
         if self._took and self._began is None:  # else its last pass failed
             self._seconds[self._now].append(self._took)
             self._choose()
+            if self.note is not None:
+                self._host.pages.free_spare()  # the buffers of the way that is not taken
         self._took, self._began = 0.0, None
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:

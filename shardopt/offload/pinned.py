@@ -21,6 +21,7 @@ from ..machine import ranks_here
 _PAGE = 4096  # bytes
 # Share of the machine's memory that all optimizers of all of its ranks may pin. The system cannot reclaim pinned pages.
 _MOST_PINNED = 0.9
+_ALONE = 2  # references to a storage: of the one tensor that has it, and of the Python object that asks
 _PORTABLE = 1  # pinned for every GPU of the process: a flag of cudaHostRegister
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -28,7 +29,11 @@ _ALL: "weakref.WeakSet[Pages]" = weakref.WeakSet()
 
 
 class Pages:
-    """Makes streams in host memory and pins them."""
+    """Makes streams in host memory and pins them.
+
+    Registering a byte takes longer than moving it over the bus. So memory that a store is done with stays registered
+    (``keep``), and the next stream of as many bytes has it.
+    """
 
     def __init__(
         self,
@@ -45,6 +50,7 @@ class Pages:
         self._make, self._register, self._device = zeros, register, device
         # By address: memory must not be freed before it is unregistered.
         self._registered: dict[int, torch.Tensor] = {}
+        self._spare: list[torch.Tensor] = []  # those of them that wait for a stream
         self._has_warned = False
         _ALL.add(self)
         weakref.finalize(self, _give_back_unused, device, self._registered).atexit = False
@@ -53,14 +59,24 @@ class Pages:
     def pinned_bytes(self) -> int:
         return sum(each.nbytes for each in self._registered.values())
 
+    @property
+    def spare_bytes(self) -> int:
+        return sum(each.nbytes for each in self._spare)
+
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        spare = self._take(numel * dtype.itemsize)
+        if spare is not None:
+            return spare.view(torch.uint8).view(dtype).zero_()
         tensor = self._make(numel, dtype)
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         # A smaller tensor shares its pages with others.
         if self._register is None or nbytes < _PAGE or address % _PAGE:
             return tensor
+        most = _MOST_PINNED * memory_limit()
+        if sum(each.pinned_bytes for each in _ALL) + nbytes > most:
+            self.free_spare()
         pinned = sum(each.pinned_bytes for each in _ALL)
-        if pinned + nbytes <= _MOST_PINNED * memory_limit() and self._registers(address, nbytes):
+        if pinned + nbytes <= most and self._registers(address, nbytes):
             self._registered[address] = tensor
             # A fork copies all pages that are pinned, at once: as many bytes again for each worker of a DataLoader.
             # Test: test_a_fork_copies_no_pinned_page in tests/offload/test_pinned.py.
@@ -79,6 +95,25 @@ class Pages:
         assert self._register is not None
         with _on(self._device):
             return self._register(address, nbytes)
+
+    def _take(self, nbytes: int) -> torch.Tensor | None:
+        """Returns spare memory of this size that nobody else refers to: a state dict may still show what lies there."""
+        for index, each in enumerate(self._spare):
+            if each.nbytes == nbytes and torch._C._storage_Use_Count(each.untyped_storage()._cdata) <= _ALONE:
+                return self._spare.pop(index)
+        return None
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes tensors that no copy and no store uses any more. Those that are pinned stay so."""
+        for tensor in tensors:
+            registered = self._registered.get(tensor.data_ptr())
+            if registered is not None and not any(each is registered for each in self._spare):
+                self._spare.append(registered)
+
+    def free_spare(self) -> None:
+        """Unpins what waits for a stream, and frees it."""
+        spare, self._spare = self._spare, []
+        self.give_back(spare)
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Unpins tensors that no copy uses any more. Their memory lives as long as somebody refers to it."""

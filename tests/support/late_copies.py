@@ -16,6 +16,7 @@ import torch
 from shardopt import Offload
 from shardopt.domain import tiers
 from shardopt.offload.gradients import HostLanding
+from shardopt.offload.kept import Kept
 from shardopt.offload.streams import Copy, CopyStreams, Mark
 
 CPU = torch.device("cpu")
@@ -146,8 +147,10 @@ class AsLateAsAllowed:
 def as_on_a_gpu(streams: type[CopyStreams]) -> Iterator[None]:
     """Params on the CPU are offloaded as those on a GPU are: by the same stores, with these streams."""
 
-    def beside(rests: Offload, tuning: Any) -> Any:
-        return tiers._gpu_store(CPU, streams(), rests, tuning)
+    def beside(rests: Offload | None, tuning: Any, device: torch.device, kept: Kept | None = None) -> Any:
+        if rests is None:
+            return tiers.make_store(rests, tuning, device)
+        return tiers._gpu_store(CPU, streams(), rests, tuning, kept or Kept())
 
     def landing(rests: Offload | None, device: torch.device) -> Any:
         if rests is None or rests.gradients is None:
@@ -158,7 +161,8 @@ def as_on_a_gpu(streams: type[CopyStreams]) -> Iterator[None]:
         return offload is not None and offload.params is not None
 
     with ExitStack() as stack:
-        stack.enter_context(patch("shardopt.domain.tiers._cpu_store", beside))
+        for module in ("domain", "relocate"):
+            stack.enter_context(patch(f"shardopt.domain.{module}.make_store", beside))
         stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
         for module in ("domain.bind", "domain.relocate"):

@@ -1,0 +1,131 @@
+"""Promise: host memory is registered with the GPU once: steps register none, nor do states that move there again.
+
+Registering takes longer than the bus. What states leave when they go back to the device waits for them, and shows in
+``opt.memory()``; closing gives it back. Nothing that a script still holds is written over.
+"""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from shardopt import Offload, ShardedAdamW, Tuning
+from tests.offload.test_pinned import Runtime, on_a_gpu
+from tests.support.streams.counts import BLOCKING_COPIES, PINNINGS
+from tests.support.streams.scenarios import Scenario, once
+from tests.support.training import one_thread, raw
+
+NUMEL = 1 << 16
+
+
+def advance(param: Parameter, optimizer: ShardedAdamW, value: float) -> None:
+    param.grad = torch.full_like(param, value)
+    optimizer.step()
+
+
+def registrations(runtime: Runtime) -> int:
+    return sum(call == "register" for call, *_ in runtime.calls)
+
+
+def test_states_that_move_again_find_their_memory() -> None:
+    runtime, param, other = Runtime(refuses=False), Parameter(torch.zeros(NUMEL)), Parameter(torch.zeros(NUMEL))
+    still = ShardedAdamW([other])
+    with on_a_gpu(runtime):
+        optimizer = ShardedAdamW([param])
+        advance(param, optimizer, 1.0)
+        advance(other, still, 1.0)
+        counts = []
+        for number in range(3):
+            optimizer.offload("cpu")
+            counts.append(registrations(runtime))
+            assert optimizer.memory()["state"] == {"host": 8 * NUMEL}
+            assert optimizer.memory()["buffer"].get("host", 0) == 0
+            optimizer.reload()
+            advance(param, optimizer, -2.0 + number)  # the memory holds old states from here on
+            advance(other, still, -2.0 + number)
+            assert optimizer.memory()["buffer"]["host"] == 8 * NUMEL
+        assert counts == [2, 2, 2] and len(runtime.registered) == 2  # exp_avg and exp_avg_sq
+        assert raw(param) == raw(other)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert raw(optimizer.state[param][name]) == raw(still.state[other][name])
+        optimizer.close()
+    assert not runtime.registered
+
+
+def test_what_a_script_holds_is_not_written_over() -> None:
+    runtime, param = Runtime(refuses=False), Parameter(torch.zeros(NUMEL))
+    with on_a_gpu(runtime):
+        optimizer = ShardedAdamW([param])
+        advance(param, optimizer, 1.0)
+        optimizer.offload("cpu")
+        storage = optimizer.engine.domains[0].shards[0].home
+        held = storage.read("exp_avg", 0, NUMEL)
+        before = raw(held)
+        optimizer.reload()
+        advance(param, optimizer, 3.0)
+        optimizer.offload("cpu")
+        assert raw(held) == before and registrations(runtime) == 3
+        optimizer.close()
+
+
+def test_memory_of_a_move_that_failed_is_given_back() -> None:
+    runtime, param = Runtime(refuses=False), Parameter(torch.zeros(NUMEL))
+    with on_a_gpu(runtime):
+        optimizer = ShardedAdamW([param])
+        advance(param, optimizer, 1.0)
+        optimizer.offload("cpu")
+        optimizer.reload()
+        assert len(runtime.registered) == 2
+        with pytest.raises(Exception, match="directory"):
+            optimizer.offload(__file__)
+        assert not runtime.registered
+        optimizer.close()
+
+
+def test_both_ways_are_tried_once_however_often_states_move() -> None:
+    """``step="auto"``: which way takes less time is known from then on."""
+    runtime, param = Runtime(refuses=False), Parameter(torch.zeros(NUMEL))
+    with on_a_gpu(runtime):
+        optimizer = ShardedAdamW([param])
+        advance(param, optimizer, 1.0)
+        optimizer.offload("cpu")
+        for _ in range(7):
+            advance(param, optimizer, 1.0)
+        note = optimizer.timings().note
+        assert note is not None and "fastest of 3 steps" in note
+        optimizer.reload()
+        optimizer.offload("cpu")
+        before = registrations(runtime)
+        assert optimizer.timings().note == note
+        advance(param, optimizer, 1.0)
+        advance(param, optimizer, 1.0)
+        assert registrations(runtime) - before <= 4  # a way's own buffers, if it has any, and these once
+        optimizer.close()
+
+
+@pytest.mark.parametrize("tier", ["ring", "CPU step", "ring, gradients at rest", "CPU step, gradients at rest"])
+@pytest.mark.parametrize("world", [1, 8])
+def test_a_step_registers_nothing_and_copies_without_blocking(tier: str, world: int) -> None:
+    scenario = Scenario(2, tier, way="once", world=world)
+    with one_thread(), scenario.machine() as machine:
+        training = scenario.start(machine)
+        once(training)
+        once(training)
+        machine.counts.forget()
+        once(training)
+        step = machine.counts.by_phase["step"]
+        assert step and not step[BLOCKING_COPIES]
+        assert not sum(each[PINNINGS] for each in machine.counts.by_phase.values())
+        training.optimizer.close()
+
+
+def test_the_stand_in_counts_what_is_registered() -> None:
+    """So that the test above can fail: the first step of a tier registers its memory."""
+    scenario = Scenario(2, "CPU step", way="once", world=1)
+    with one_thread(), scenario.machine() as machine:
+        training = scenario.start(machine)
+        once(training)
+        assert machine.counts.by_phase["step"][PINNINGS] > 0
+        training.optimizer.close()
+
+
+_ = (Offload, Tuning)
