@@ -71,6 +71,8 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
     for storage in left:
         storage.release()
     _close(before)  # while `left` keeps its storages alive: buffers that go with them may still be copied to the device
+    if tier == "disk":  # which is to free host memory
+        domain.kept.free_spare()
     return_free_pages()
 
 
