@@ -97,10 +97,15 @@ class Pages:
             return self._register(address, nbytes)
 
     def _take(self, nbytes: int) -> torch.Tensor | None:
-        """Returns spare memory of this size that nobody else refers to: a state dict may still show what lies there."""
-        for index, each in enumerate(self._spare):
-            if each.nbytes == nbytes and torch._C._storage_Use_Count(each.untyped_storage()._cdata) <= _ALONE:
-                return self._spare.pop(index)
+        """Returns spare memory of this size that nobody else refers to.
+
+        What somebody does refer to, a tensor that was read before say, is given up: it would be written over.
+        """
+        for index in reversed([index for index, each in enumerate(self._spare) if each.nbytes == nbytes]):
+            spare = self._spare.pop(index)
+            if torch._C._storage_Use_Count(spare.untyped_storage()._cdata) <= _ALONE:
+                return spare
+            self.give_back([spare])
         return None
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -63,7 +63,7 @@ def test_what_a_script_holds_is_not_written_over() -> None:
         optimizer.reload()
         advance(param, optimizer, 3.0)
         optimizer.offload("cpu")
-        assert raw(held) == before and registrations(runtime) == 3
+        assert raw(held) == before and registrations(runtime) == 3 and len(runtime.registered) == 2
         optimizer.close()
 
 
