@@ -84,8 +84,8 @@ def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tun
         return RingStore(device, streams, host)
     if offload.step == "cpu":
         return CpuStepStore(streams, pages, host)
-    updaters = {"gpu": RingStore(device, streams, host), "cpu": CpuStepStore(streams, pages, host)}
-    return MeasuredStore(streams, host, updaters, kept.seconds)
+    ring, cpu_step = RingStore(device, streams, host), CpuStepStore(streams, pages, host)
+    return MeasuredStore(streams, host, {"gpu": ring, "cpu": cpu_step}, kept.seconds)
 
 
 def _pages(offload: Offload, device: torch.device) -> Pages:
