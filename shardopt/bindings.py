@@ -36,10 +36,12 @@ from .partition.comm.together import Relay
 from .partition.mesh import Mesh, everyone_of
 from .partition.zero_stage import ZeroStage
 from .states.table import StateTable
+from .states.torch_format import read_states_of_params
 
 if TYPE_CHECKING:
     from .config import Options
     from .domain.param import Candidate, Group
+    from .domain.param_state import ParamState
     from .module.takeover import ModuleTakeover
     from .rules import Rule
     from .states.weight_stream import WeightStream
@@ -74,6 +76,7 @@ class Bindings:
         self.takeover: ModuleTakeover | None = None
         ranks, is_open = call_while_alive(Bindings.ranks, self), call_while_alive(Bindings._is_round_open, self)
         self.turn = Turn(ranks, is_open, options.release_gradients)
+        self.default_names: frozenset[str] = frozenset()  # those of the class
         self.joining: Callable[[str, Call | None], None] | None = None
         self.is_closed = False
         self.stream: weakref.ref[WeightStream] | None = None  # of weights; the last one
@@ -98,7 +101,10 @@ class Bindings:
     @property
     def defaults(self) -> dict[str, Any]:
         """The hyper-parameters that every group has."""
-        return self.owner.defaults
+        found, names = self.owner.defaults, self.default_names
+        if len(found) == len(names):
+            return found
+        return {key: value for key, value in found.items() if key in names}  # a wrapper may have added its own
 
     @property
     def params(self) -> list[torch.nn.Parameter]:
@@ -114,12 +120,28 @@ class Bindings:
         if self.is_closed:
             raise ShardoptError("construct a new optimizer: this one was closed and its states released.")
 
+    def take_stray(self) -> None:
+        """Loads a ``state`` that a script put into the optimizer's ``__dict__``, as torch's own reads it there.
+
+        Raises:
+            StateError: it does not fit; it stays there, and is raised by each call until it is taken out.
+        """
+        given = self.owner.__dict__
+        if "state" in given:
+            self.replace_states(*read_states_of_params(given["state"], self.groups, self.states))
+            del given["state"]
+
+    def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
+        """Replaces all states by checked states by param, and the user's own entries by ``own``."""
+        raise NotImplementedError
+
     def settle_states(self) -> None:
-        """Loads states that were assigned before their param was in a group.
+        """Loads states that were assigned elsewhere: to a param before it was in a group, or into ``__dict__``.
 
         Raises:
             StateError: one does not fit its param.
         """
+        self.take_stray()
         self.states.settle(self.groups)
         self.states.check_fit(self.groups)
 

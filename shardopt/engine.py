@@ -44,7 +44,7 @@ from .partition.unit_view import Units, UnitView
 from .partition.zero_stage import ZeroStage
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
-from .states.torch_format import check_same_rules, read_state_dict
+from .states.torch_format import check_same_rules, read_state_dict, read_states_of_params
 from .states.weights import weights_of
 from .step.program import ELEMENTWISE
 from .step.step import NOTHING_DONE, Call, check_unbroken, run_step
@@ -108,6 +108,7 @@ class Engine(Bindings):
 
     def enroll(self) -> None:
         """Lists this engine in :func:`live_engines`, once its optimizer is constructed."""
+        self.default_names = self.default_names or frozenset(self.owner.defaults)
         _LIVE[:] = [reference for reference in _LIVE if reference() is not None]
         _LIVE.append(weakref.ref(self))
 
@@ -499,6 +500,11 @@ class Engine(Bindings):
                 group.update(self.fixed)
             self.owner.param_groups = groups
 
+    def load_of_params(self, states: Mapping[Any, Any], groups: Sequence[Group]) -> None:
+        """Loads a dict by param, as torch's ``__setstate__`` takes it; an empty one forgets all states."""
+        with self.turn.take("__setstate__()"):
+            self.replace_states(*read_states_of_params(states, groups, self.states))
+
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
         """Replaces all states by checked states by param, and the user's own entries by ``own``."""
         self.check_weights("loading states")
@@ -516,6 +522,7 @@ class Engine(Bindings):
             present = self.states.all(self.groups)
             to.states.waiting = {to.local_params.of(copied(param)): state.copy() for param, state in present.items()}
             to.states.own = copied(self.states.own)
+            to.states.notes = {copied(param): copied(notes) for param, notes in self.states.notes.items()}
             to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
 
     # -- where states are kept -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import CheckpointError, ShardoptError
+from ..errors import CheckpointError, ShardoptError, warn
 from . import files, publish
 from .arguments import SaveArguments, check_module, engines_of, read_save_arguments
 from .background import Background, Saving
@@ -89,9 +89,21 @@ def save_checkpoint(
     background.wait()  # before the turns: no step waits for what is written in the background
 
     def read() -> SaveArguments:
+        for engine in engines:
+            engine.settle_states()
+            _warn_of_notes(engine)
         return read_save_arguments(directory, extra, step, keep, asynchronous, allow_nonfinite, full_precision, names)
 
     return in_turn(turns, lambda: _save(module, engines, background, read))
+
+
+def _warn_of_notes(engine: Engine) -> None:
+    keys = sorted({str(key) for notes in engine.states.notes.values() for key in notes})
+    if keys:
+        warn(
+            f"save optimizer.state_dict() beside the checkpoint, or save {keys} in extra=: these entries of "
+            "optimizer.state are the script's own, and the checkpoint holds what the optimizer keeps, without them."
+        )
 
 
 def _save(

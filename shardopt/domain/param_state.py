@@ -10,6 +10,7 @@ import torch
 
 from ..errors import StateError
 from ..rules.rule import EMA
+from ..rules.state_names import STATE_NAMES
 
 if TYPE_CHECKING:
     from ..rules import Rule
@@ -38,6 +39,7 @@ class ParamState:
         carried: scalars that the rule passes from step to step.
         tensors: by name of the state; "master" for the master weights of a low-precision param.
         margins: by name, states with a value for each row or column of the param.
+        notes: the script's own entries, by keys that no rule keeps.
         same: names of what was read as the very tensor that the param's record shows.
     """
 
@@ -45,7 +47,13 @@ class ParamState:
     carried: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     margins: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     same: frozenset[str] = frozenset()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are notes alone, and nothing that a rule keeps."""
+        return bool(self.notes) and not (self.step or self.carried or self.tensors or self.margins)
 
     def to_torch(self, counts_steps: bool) -> dict[str, Any]:
         """Returns the state in the form of ``torch.optim``'s state dicts."""
@@ -79,7 +87,8 @@ class ParamState:
         """
         rule = rule.of(group)
         # torch.optim.SGD writes None for a momentum before its first step.
-        tensors = {key: value for key, value in state.items() if value is not None}
+        notes = {key: value for key, value in state.items() if is_note(key, rule)}
+        tensors = {key: value for key, value in state.items() if value is not None and key not in notes}
         counters = ("step",) if rule.counts_steps else ()
         lacking = [key for key in (*counters, *rule.carried) if key not in tensors]
         # A rule that counts no steps has tensors only after a step.
@@ -104,7 +113,12 @@ class ParamState:
                     f"{of_param}. This is the state of another model, and nothing was loaded."
                 )
         of_margins = {key: tensors.pop(key) for key in margins if key in tensors}
-        return ParamState(step, carried, tensors, of_margins)
+        return ParamState(step, carried, tensors, of_margins, notes)
+
+
+def is_note(key: Any, rule: Rule) -> bool:
+    """True if a key of a state is a script's own: no rule that is shipped keeps it, nor this one."""
+    return key not in STATE_NAMES and key not in rule.states and key not in rule.margins and key not in rule.carried
 
 
 def _check_names(

@@ -23,6 +23,12 @@ class States(Protocol):
     def keep_unfit(self, param: torch.nn.Parameter, found: str) -> None:
         """Notes that a param's state was assigned what its record cannot hold; the next step raises it."""
 
+    def note(self, param: torch.nn.Parameter, given: dict[str, Any]) -> dict[str, Any]:
+        """Keeps what of these entries are a script's own, and returns the others."""
+
+    def drop_note(self, param: torch.nn.Parameter, key: str) -> bool:
+        """Drops a note; returns False if there is none of this key."""
+
     def __contains__(self, param: object) -> bool: ...
 
     def __setitem__(self, param: Any, state: dict[str, Any]) -> None: ...
@@ -49,10 +55,20 @@ class HeldState(dict[str, Any]):
     def update(self, *given: Any, **named: Any) -> None:
         with self._states.take():
             new = dict(*given, **named)
-            if self._is_apart() or self._changes_shape(new):
+            if self._is_apart():
                 super().update(new)
-            else:  # from the state of now: a step may have passed since this was read
-                self._load({**self._states.shown(self._param), **new})
+                return
+            if "master" in new and "master" not in self:
+                raise StateError(
+                    "write to the param: 'master' was assigned to the state of a param that has no master weights, "
+                    "and no step would read it. Nothing was written."
+                )
+            rest = self._states.note(self._param, new)
+            super().update({name: value for name, value in new.items() if name not in rest})
+            if rest and self._changes_shape(rest):
+                super().update(rest)
+            elif rest:  # from the state of now: a step may have passed since this was read
+                self._load({**self._states.shown(self._param), **rest})
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
         self.update(other)
@@ -62,7 +78,7 @@ class HeldState(dict[str, Any]):
         if name not in self:
             raise KeyError(name)
         with self._states.take():
-            if self._is_apart():
+            if self._is_apart() or self._states.drop_note(self._param, name):
                 super().__delitem__(name)
                 return
             state = self._states.shown(self._param)

@@ -352,6 +352,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         from .state_view import StateInTurn
 
+        if "state" in self.__dict__:  # put there past the property
+            with self.engine.turn.take("optimizer.state"):
+                self.engine.take_stray()
         return StateInTurn(self.engine)
 
     @state.setter
@@ -439,10 +442,23 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         self.engine.copy_states(other.engine, lambda value: copy.deepcopy(value, memo))
         # torch's copies, too, omit hooks and what schedulers patched onto the instance.
         other.__setstate__(copy.deepcopy({"defaults": self.defaults, "param_groups": self.param_groups}, memo))
-        # torch adds flags that a user's own rule does not have, and a step would look for them in the groups.
+        # torch adds flags that a user's own rule does not have.
         other.defaults = {key: other.defaults[key] for key in self.defaults}
+        other.engine.default_names = self.engine.default_names
         other._begin()
         return other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Does what torch's does. ``state["state"]`` is a dict by param: all of it is loaded or, after an error, none.
+
+        Raises:
+            StateError: a state does not fit its param, or is of a tensor that no group has. Nothing changed.
+        """
+        given = dict(state)
+        if "state" in given:
+            self.engine.check_open()
+            self.engine.load_of_params(given.pop("state"), given.get("param_groups", self.engine.groups))
+        super().__setstate__(given)
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(

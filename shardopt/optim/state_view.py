@@ -11,7 +11,7 @@ import torch
 from ..domain.dtensors import DTensorLocals
 from ..domain.formats import counts_steps, formats_for
 from ..domain.param import named_params
-from ..domain.param_state import ParamState
+from ..domain.param_state import ParamState, is_note
 from ..errors import StateError
 from .held_state import HeldState
 
@@ -66,13 +66,30 @@ class StateView(Mapping[Any, Any]):
         self._states.settle(self._engine.groups)
         if param in self._states.unfit:
             self._states.check_fit(self._engine.groups)
-        held = self._states.held(param, group, self._counts_steps(group), self._in_dict)
-        if held is not None:
-            return held
-        state = self._states.find(param, group)
-        if state is None:
-            return {}
-        return dict(DTensorLocals.outside(param, state.to_torch(self._counts_steps(group)), state.margins))
+        found = self._states.held(param, group, self._counts_steps(group), self._in_dict)
+        if found is None:
+            state = self._states.find(param, group)
+            shown = {} if state is None else state.to_torch(self._counts_steps(group))
+            found = dict(DTensorLocals.outside(param, shown, () if state is None else state.margins))
+        notes = self._states.notes.get(param)
+        return {**found, **notes} if notes else found
+
+    def note(self, param: torch.nn.Parameter, given: dict[str, Any]) -> dict[str, Any]:
+        """Keeps what of these entries are a script's own, and returns the others."""
+        if param in self._states.unplaced:
+            return given
+        rule = self._engine.rule.of(self._group_of(param))
+        notes = {key: value for key, value in given.items() if is_note(key, rule)}
+        if notes:
+            self._states.set_notes(param, {**self._states.notes.get(param, {}), **notes})
+        return {key: value for key, value in given.items() if key not in notes}
+
+    def drop_note(self, param: torch.nn.Parameter, key: str) -> bool:
+        """Drops a note; returns False if there is none of this key."""
+        notes = dict(self._states.notes.get(param, {}))
+        is_there = notes.pop(key, self) is not self
+        self._states.set_notes(param, notes)
+        return is_there
 
     def keep_unfit(self, param: torch.nn.Parameter, found: str) -> None:
         """Notes that a param's state was assigned what its record cannot hold; the next step raises it."""
@@ -90,7 +107,7 @@ class StateView(Mapping[Any, Any]):
         name = next(name for name, each, _ in named_params(self._engine.groups) if each is param)
         read = self._states.read(state, group, param, name)
         self._engine.check_weights("loading a state")
-        self._states.put(param, read, bool(state))
+        self._states.put(param, read, len(state) > len(read.notes))
 
     # The methods below read no tensor: frameworks iterate and look up without a use for the values, and a state may lie
     # on a disk or have to be decoded.

@@ -116,6 +116,8 @@ def _shows(entry: ParamRecord, state: ParamState) -> bool:
     if any(name not in shown or _memory_of(shown[name]) != _memory_of(each) for name, each in margins.items()):
         return False
     others = {name: tensor for name, tensor in state.tensors.items() if name not in state.same}
+    if not others.keys() <= {*shard.states, *shard.masters}:
+        return False
     mine = ((shard.read(name, entry.index), tensor) for name, tensor in others.items())
     locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
     return all(_memory_of(own) == _memory_of(tensor) for own, tensor in locals_)

@@ -40,6 +40,7 @@ class StateTable:
         waiting: states that were loaded, until their params are bound.
         consolidated: the states of all params, from ``consolidate_state_dict()`` to the next step.
         own: the user's own entries, by keys that are not tensors.
+        notes: a script's own entries of params, beside their states.
         unplaced: states that were assigned to params of no group: surgery on a model may do so before the new param is
             in its group. As they were given.
         unfit: params whose record was assigned a tensor of another shape -> what was found. Surgery does so before it
@@ -51,6 +52,7 @@ class StateTable:
         self.waiting: States = {}
         self.consolidated: States | None = None
         self.own: dict[Any, Any] = {}
+        self.notes: dict[torch.nn.Parameter, dict[str, Any]] = {}
         self.unplaced: dict[torch.nn.Parameter, dict[str, Any]] = {}
         self.unfit: dict[torch.nn.Parameter, str] = {}
         self._places: dict[torch.nn.Parameter, tuple[int, int]] = {}  # group, index in it
@@ -215,6 +217,8 @@ class StateTable:
         Args:
             counts_steps: True if a state shows its step count.
         """
+        if param in self.notes:
+            return True
         local = self._locals.of(param)
         domain = self.domain_of(local) if self.consolidated is None else None
         if domain is not None:
@@ -271,6 +275,14 @@ class StateTable:
             self.waiting.pop(local, None)
         self._initials.pop(local, None)
         end()
+        self.set_notes(param, read.notes)
+
+    def set_notes(self, param: torch.nn.Parameter, notes: dict[str, Any]) -> None:
+        """Replaces what a script noted of a param."""
+        if notes:
+            self.notes[param] = notes
+        else:
+            self.notes.pop(param, None)
 
     def replace(self, loaded: Mapping[torch.nn.Parameter, ParamState]) -> None:
         """Loads checked states by param, and drops those of all other params.
@@ -278,7 +290,7 @@ class StateTable:
         Raises:
             OffloadError: the store cannot keep the states; nothing changed.
         """
-        states = {self._locals.of(param): state for param, state in loaded.items()}
+        states = {self._locals.of(param): state for param, state in loaded.items() if not state.is_empty}
         # Copied: the caller may train on with the tensors that it saved.
         waiting = {local: state.copy() for local, state in states.items() if self.domain_of(local) is None}
         ends = [self._ending(local, "states were loaded" if local in states else None) for local in self._held]
@@ -288,6 +300,7 @@ class StateTable:
         for end in ends:
             end()
         self.waiting, self._initials = waiting, {}
+        self.notes = {param: dict(state.notes) for param, state in loaded.items() if state.notes}
         self.consolidated = None
         self.unplaced, self.unfit = {}, {}
 
@@ -307,7 +320,8 @@ class StateTable:
         for param in [param for param in self.unplaced if self.group_of(groups, param) is not None]:
             name, group = next((name, group) for name, each, group in named_params(groups) if each is param)
             state = self.unplaced[param]
-            self.put(param, self.read(state, group, param, name), bool(state))
+            read = self.read(state, group, param, name)
+            self.put(param, read, len(state) > len(read.notes))
 
     def check_fit(self, groups: Sequence[Group]) -> None:
         """Raises StateError if the state of a param in a group was assigned a tensor of another shape."""
@@ -328,6 +342,9 @@ class StateTable:
         """Drops what no step keeps: consolidated states, and what was assigned to params that are in no group."""
         self.consolidated = None  # also after a skipped step, in which masters follow written weights
         self.unplaced, self.unfit = {}, {}
+        if self.notes:
+            grouped = {param for group in groups for param in group["params"]}
+            self.notes = {param: notes for param, notes in self.notes.items() if param in grouped}
         if self._initials:
             self._initials = {local: state for local, state in self._initials.items() if self.domain_of(local) is None}
         if self.waiting:

@@ -100,4 +100,35 @@ def read_state_dict(
             )
         name, param, group = owners[key]
         loaded[param] = table.read(state, group, param, name)
+        loaded[param].notes = {key: _cast(value, param) for key, value in loaded[param].notes.items()}
     return loaded, own
+
+
+def _cast(value: Any, param: torch.nn.Parameter) -> Any:
+    """Returns a script's own entry as torch loads it: tensors in the dtype of the param, on its device."""
+    if isinstance(value, torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():  # a resharded param allows only its shape to be read
+            return value.to(param.device, param.dtype if param.is_floating_point() else None)
+    if isinstance(value, dict):
+        return {key: _cast(each, param) for key, each in value.items()}
+    return type(value)(_cast(each, param) for each in value) if type(value) in (list, tuple) else value
+
+
+def read_states_of_params(
+    states: Mapping[Any, Any], groups: Sequence[Group], table: StateTable
+) -> tuple[dict[torch.nn.Parameter, ParamState], dict[Any, Any]]:
+    """Returns the checked states of a dict by param, as :func:`read_state_dict` does of one by number.
+
+    Raises:
+        StateError: as there; or a param is in no group.
+    """
+    own = {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
+    given: dict[Any, Any] = {key: state for key, state in states.items() if key not in own and state}
+    known = {param: (name, group) for name, param, group in named_params(groups)}
+    unknown = [tuple(param.shape) for param in given if param not in known]
+    if unknown:
+        raise StateError(
+            "give states of params that are in param groups, by these params: found states of tensors of shapes "
+            f"{unknown[:3]}, which no group has, and no step would read them. Nothing was loaded."
+        )
+    return {param: table.read(state, known[param][1], param, known[param][0]) for param, state in given.items()}, own
