@@ -98,6 +98,7 @@ class Domain:
     ``store``, and the homes of the shards        :meth:`move_to`
     ``steps_agreed``                              :meth:`count_step`
     ``epoch``, ``clock``, ``edits``               their own methods; :meth:`end_step`
+    ``state_edits``                               writes to states; a load, and the agreement of a step, forget them
     ``broken``, ``is_half_loaded``                :meth:`mark_broken`, :meth:`mark_repaired`
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
     ``cut_over``                                  :meth:`note_slice`
@@ -124,6 +125,7 @@ class Domain:
         self.epoch = Epoch()  # the moment of the states
         self.clock = Clock()
         self.edits = Edits()  # of reduced gradients in place, which the next step compares
+        self.state_edits: Edits | None = None  # of states since the last step, by :meth:`number_of`
         self.links: Links | None = None
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
@@ -240,6 +242,10 @@ class Domain:
         return name_of(self.options.module, self.locals.outer_of(param))
 
     # -- facts of a training ---------------------------------------------------------------------------------------
+
+    def number_of(self, entry: ParamRecord) -> int:
+        """Returns the number of a record, the same on all ranks."""
+        return self.shards.index(entry.shard) << 32 | entry.index
 
     def count_step(self) -> None:
         """Counts a step that all ranks agreed on."""

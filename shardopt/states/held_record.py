@@ -7,11 +7,12 @@ assignment, loading or forgetting of the param's own state ends it, and so does 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..domain.history import History
 from ..domain.param_state import count_as_torch
@@ -19,6 +20,7 @@ from ..errors import StateError
 from ..kernels import codecs
 from ..kernels.formats import FP32
 from ..offload.store import ResidentStorage
+from ..tensors.edits import Edits
 from ..tensors.held import HeldTensor
 from ..tensors.held_part import HeldPart
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.param_state import ParamState
     from ..domain.shard import Shard
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # what all ranks have whole: a part differs between them
 
 
 class Table(Protocol):
@@ -101,6 +105,20 @@ class HeldRecord:
     def _opened(self) -> torch.Tensor:
         values = self._read()
         return values if self.is_memory else values.clone()
+
+    def note(self, function: Any, arguments: Sequence[Any]) -> None:
+        """Notes a write, which other ranks are to make as well."""
+        found = self._entry() if self.own is None else None
+        if found is None or found[0].mesh.world.size == 1:
+            return
+        leaves = tree_leaves(arguments)
+        wholes = [each for each in leaves if type(each) in _PLAIN]
+        words = ", ".join("tensor" if isinstance(each, torch.Tensor) else repr(each) for each in leaves)
+        domain, entry = found
+        name = getattr(function, "__name__", function)
+        if domain.state_edits is None:
+            domain.state_edits = Edits()
+        domain.state_edits.note(domain.number_of(entry), f"{self.name}: {name}({words})", wholes)
 
     def store(self, changed: torch.Tensor) -> None:
         """Takes values that ``open`` returned into the record."""

@@ -97,6 +97,8 @@ def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_
             else:
                 entry.write_initial()
         entry.forget()
+        if domain.state_edits is not None:
+            domain.state_edits.forget([domain.number_of(entry)])
         entry.note_replaced()
         if has_state:
             entry.load_counters(state)
@@ -146,6 +148,7 @@ def load_states(domain: Domain, loaded: Mapping[torch.nn.Parameter, ParamState])
                     entry.write_state(loaded[param])
                 else:
                     entry.write_initial()
+        domain.state_edits = None
         for param, entry in entries.items():
             entry.forget()
             if param in loaded:

@@ -218,6 +218,7 @@ def _survey_and_agree_in(
     domain.count_step()
     if domain.edits:
         domain.edits.clear()
+    domain.state_edits = None
     return plan, consensus
 
 
@@ -246,6 +247,9 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
             "steps taken": {entry.name: entry.step for entry in entries},
             "carried scalars": {entry.name: entry.carried for entry in entries},
             "changes in place of gradients": {entries[number].name: texts for number, texts in edits.items()},
+            "writes to optimizer.state (a load of the states on every rank repairs it)": {
+                entry.name: of_states.get(domain.number_of(entry), []) for entry in entries
+            },
             "norm of the gradients known from backward": stats.norm,
             "orders of units that contradict the schedule": departures,
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
@@ -255,11 +259,14 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     departures = [] if sharded is None else sharded.gatherer.departures
     proposes = sharded is not None and sharded.gatherer.orders.proposes
     edits = domain.edits.told() if domain.edits and domain.mesh.world.size > 1 else {}
+    of_states = domain.state_edits.told() if domain.state_edits is not None else {}
     key: list[Any] | None = None
     if domain.mesh.world.size > 1:  # one rank has nothing to compare with
         key = [domain.steps_agreed, call.closure, numbers, domain.left, plan.facts, call.scale, stats.norm, departures]
         if edits:
             key.append(list(edits.items()))
+        if of_states:
+            key.append(["states", *of_states.items()])
     written = len(plan.written)
     return StepDigest(
         key,

@@ -49,6 +49,9 @@ class Source(Protocol):
     def open(self) -> torch.Tensor:
         """Returns the values that a write is to change. Raises as ``read``."""
 
+    def note(self, function: Any, arguments: Sequence[Any]) -> None:
+        """Notes a write, which other ranks are to make as well."""
+
     def store(self, changed: torch.Tensor) -> None:
         """Takes values, which ``open`` returned, into the record."""
 
@@ -128,11 +131,16 @@ class HeldTensor(torch.Tensor):
                 whole = step(whole, first)
         return whole
 
-    def write(self, call: Callable[[torch.Tensor], object]) -> None:
+    def write(self, name: str, call: Callable[[torch.Tensor], object]) -> None:
         """Makes ``call``, which changes the plain tensor that it is given, on the record."""
         whole = self._source.open()
         call(self._of(whole))
+        self._source.note(name, self._steps_in_words)
         self._source.store(whole)
+
+    @property
+    def _steps_in_words(self) -> list[str]:
+        return [f"{step.function} {step.arguments} {step.keywords} {step.number}" for step in self._steps]
 
     # -- what C functions refuse for any subclass, or do without a look at the class -----------------------------------
 
@@ -210,16 +218,16 @@ class HeldTensor(torch.Tensor):
             self.copy_(values)
 
     def apply_(self, *arguments: Any) -> Self:
-        self.write(lambda plain: plain.apply_(*arguments))
+        self.write("apply_", lambda plain: plain.apply_(*arguments))
         return self
 
     def map_(self, other: torch.Tensor, *arguments: Any) -> Self:
-        self.write(lambda plain: plain.map_(_plain(other), *arguments))
+        self.write("map_", lambda plain: plain.map_(_plain(other), *arguments))
         return self
 
     def map2_(self, one: torch.Tensor, other: torch.Tensor, *arguments: Any) -> Self:
         """Calls a function of three numbers for each element, as torch's own does."""
-        self.write(lambda plain: plain.map2_(_plain(one), _plain(other), *arguments))
+        self.write("map2_", lambda plain: plain.map2_(_plain(one), _plain(other), *arguments))
         return self
 
     # -- everything else ---------------------------------------------------------------------------------------------
@@ -268,8 +276,14 @@ def view_of(
     return type(found)(held(each, index) for index, each in enumerate(found))
 
 
-def write_to(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Calls a function that writes to held tensors, and takes what it wrote into their records."""
+def write_to(
+    function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], noted: Sequence[Any] | None = None
+) -> Any:
+    """Calls a function that writes to held tensors, and takes what it wrote into their records.
+
+    Args:
+        noted: the arguments as other ranks have them; None: these.
+    """
     schema = function._schema.arguments
     named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
     written: list[HeldTensor] = []
@@ -299,6 +313,8 @@ def write_to(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     for each in written:
         if id(each._source) not in stored:
             stored.add(id(each._source))
+            told = [*each._steps_in_words, noted or (arguments, keywords)]
+            each._source.note(function, told)
             each._source.store(wholes[id(each._source)])
     back = {id(values): held for values, held in given}
     return mapped(found, torch.Tensor, lambda tensor: back.get(id(tensor), tensor))

@@ -161,7 +161,8 @@ class HeldPart(Part):
             views[id(found)] = part  # type: ignore[assignment]
             return found
 
-        found = write_to(function, mapped(arguments, Part, view), mapped(keywords, Part, view))
+        its = mapped(arguments, Part, view), mapped(keywords, Part, view)
+        found = write_to(function, *its, (arguments, keywords))
         return mapped(found, HeldTensor, lambda tensor: views.get(id(tensor), tensor))
 
 

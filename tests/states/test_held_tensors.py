@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
-from shardopt import Part, ShardedAdamW, ShardedOptimizer, StateError, Tuning
+from shardopt import DisagreementError, Part, ShardedAdamW, ShardedOptimizer, StateError, Tuning
 from shardopt.kernels import codecs
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -257,6 +257,39 @@ def expressions() -> None:
     opt.close()
 
 
+def ranks_that_differ() -> None:
+    rank = dist.get_rank()
+    for options in ({}, {"stage": 0}, {"state_format": "int8"}):
+        ways: list[Callable[[Any], object]] = [
+            lambda state: rank and state["exp_avg"].zero_(),
+            lambda state: state["exp_avg"].mul_(0.5 + rank),
+            lambda state: state["exp_avg_sq"].copy_(torch.full(SHAPE, 0.5 + rank)),
+            lambda state: state["exp_avg"][rank].zero_(),
+            lambda state: state["step"].add_(rank + 1),
+        ]
+        for way in ways:
+            params, opt = stepped(options)
+            before = {name: whole(value) for name, value in opt.state[params[0]].items()}
+            dist.barrier()
+            alike = opt.state[params[1]]
+            alike["exp_avg"].mul_(torch.linspace(0, 1, 33)).t()[2].fill_(0.25)
+            torch._foreach_mul_([alike["exp_avg"], alike["exp_avg_sq"]], 0.5)
+            step(params, opt)  # all ranks made these
+            weights = [param.detach().clone() for param in params]
+            way(opt.state[params[0]])
+            for _ in range(2):
+                with raises(DisagreementError, "exp_avg" if way is not ways[4] else "step", "nothing changed"):
+                    step(params, opt)
+            assert all(map(torch.equal, weights, params))
+            opt.state[params[0]] = before
+            step(params, opt)
+            opt.close()
+
+
+def test_ranks_that_write_otherwise(ranks: Pool) -> None:
+    ranks.run(ranks_that_differ, world=2)
+
+
 def test_copies_and_arrays(ranks: Pool) -> None:
     for world in (1, 2):
         ranks.run(kinds_of_copies, world=world)
@@ -280,7 +313,7 @@ def test_the_page_has_these_rows() -> None:
     page = (ROOT / "docs" / "what-you-hold.md").read_text()
     table = page[page.index("## States") : page.index("## State dicts and gradients")]
     rows = [line for line in table.splitlines() if line.startswith("| ")]
-    assert len(rows) == 16 and "to come" not in page
+    assert len(rows) == 20 and "to come" not in page
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
