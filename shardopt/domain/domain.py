@@ -138,6 +138,7 @@ class Domain:
         self.slice_numbers: dict[torch.nn.Parameter, int] = {}
         self.cut_over: dict[torch.nn.Parameter, Sequence[Ranks]] = {}
         self._listed: ListedParams | None = None
+        self.whole_contexts = 0  # how many ``unsharded()`` contexts are open, but for those of averages
         self.overlapped_gather: OverlappedGather | None = None
         self._to_mates: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
@@ -415,6 +416,15 @@ class Domain:
         with suppress(CommunicationError):
             return self.gather(shard, shard.exact)
         return None
+
+    @contextmanager
+    def shown_whole(self) -> Iterator[None]:
+        """A context of ``unsharded()``: state dicts of the module hold whole tensors."""
+        self.whole_contexts += 1
+        try:
+            yield
+        finally:
+            self.whole_contexts -= 1
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:

@@ -40,6 +40,8 @@ def unsharded(domains: Sequence[Domain], rule: Rule, ema: object) -> Iterator[No
     else:
         agree_on_call("unsharded()", read, domain.mesh.world)
     with ExitStack() as stack:
+        for each in [] if averages else domains:
+            stack.enter_context(each.shown_whole())
         for each in averages:
             stack.enter_context(averaged(each))
         for each in [] if averages else domains:

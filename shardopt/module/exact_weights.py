@@ -4,6 +4,9 @@ Params of a module with ``compute_dtype`` are whole and rounded at stages 0, 1 a
 values. ``state_dict()`` shows these, as parts that read the other ranks' slices when they are saved;
 ``load_state_dict()`` writes them, before torch writes what they round to. At stage 3 the params themselves are slices
 of exact values (:mod:`shardopt.domain.sharded_params`).
+
+Inside ``unsharded()`` params are rounded at every stage. A state dict then has whole fp32 tensors: this rank reads
+them alone, and what was written to params counts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 
 from ..domain.full_state_dict import take_parts_along
+from ..kernels import codecs
 from ..tensors.part import Part
 from .hooks import ModuleHook
 
@@ -36,7 +40,7 @@ class ExactWeights:
         self.close()
         for domain in domains:
             for entry in domain.entries.values():
-                if entry.shard.exact == "master":
+                if entry.shard.is_cast:
                     self._of[entry.outer] = domain, entry
         for module in self._root.modules():
             if any(param in self._of for param in module._parameters.values() if param is not None):
@@ -56,7 +60,9 @@ class ExactWeights:
             # With keep_vars=True the dict has the params themselves.
             if param in self._of and shown is not None and not isinstance(shown, nn.Parameter):
                 domain, entry = self._of[param]
-                if not domain.is_averaged:
+                if domain.whole_contexts:
+                    state_dict[prefix + name] = _whole_of(domain, entry, shown)
+                elif entry.shard.gathered is None and not domain.is_averaged:
                     state_dict[prefix + name] = _part_of(domain, entry)
 
     @torch.no_grad()
@@ -66,9 +72,11 @@ class ExactWeights:
             given = state_dict.get(prefix + name)
             if param not in self._of or not isinstance(given, torch.Tensor) or given.shape != param.shape:
                 continue
+            domain, entry = self._of[param]
+            if entry.shard.gathered is not None and not domain.whole_contexts:
+                continue  # the param is a slice of exact values, and takes what is given
             if isinstance(given, Part):
                 state_dict[prefix + name] = given = given.full_tensor()
-            domain, entry = self._of[param]
             if not given.is_meta and given.dtype is not param.dtype:
                 _write(domain, entry, given)
 
@@ -76,9 +84,24 @@ class ExactWeights:
 def _write(domain: Domain, entry: ParamRecord, whole: torch.Tensor) -> None:
     shard, index = entry.shard, entry.index
     values = shard.in_order(index, whole.detach().to(shard.device, torch.float32).expand(entry.param.size()))
+    if shard.gathered is not None:
+        domain.gatherer.writes.before_write(shard.gathered.unit.transport)
+        shard.write_param(index, 0, values)
+        return
     with domain.epoch.loading(), domain.all_or_nothing():
         shard.write("master", index, 0, values)
     entry.note_replaced()
+
+
+def _whole_of(domain: Domain, entry: ParamRecord, shown: torch.Tensor) -> torch.Tensor:
+    """Returns the whole fp32 values behind what a param shows; what was written to it counts."""
+    shard, index = entry.shard, entry.index
+    fetch = domain.fetcher(shard, index, shard.exact)
+    if fetch is None:  # other ranks cannot be read
+        return shown
+    kept = shard.in_order(index, fetch().to(shown.device))
+    found = codecs.follow(kept, shard.in_order(index, shown.detach()), ties=False)
+    return found.as_strided(entry.param.size(), shard.strides(index))
 
 
 def _part_of(domain: Domain, entry: ParamRecord) -> Part:

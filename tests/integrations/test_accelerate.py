@@ -31,6 +31,7 @@ VARIANTS = {
     "stage 2": (2, True, False, True),
     "stage 3": (3, True, False, True),
     "stage 3, bf16": (3, True, True, False),
+    "stage 2, computed in bf16": (2, True, True, False),
 }
 
 
@@ -66,13 +67,18 @@ def run(folder: str, kind: str, begin: int, end: int, bf16: bool, safe: bool) ->
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16" if bf16 else "no")
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16" if bf16 and "computed" not in kind else "no"
+    )
     model, loader = Net(), torch.utils.data.DataLoader(samples(), batch_size=2, shuffle=False)
     if kind == "torch":
         opt = torch.optim.AdamW(model.parameters(), **ADAMW)
     else:
         stage, has_module = VARIANTS[kind][:2]
-        opt = ShardedAdamW(model.parameters(), **ADAMW, stage=stage, module=model if has_module else None, tuning=SMALL)
+        options: dict[str, Any] = {"stage": stage, "module": model if has_module else None, "tuning": SMALL}
+        if "computed" in kind:  # by shardopt, in place of Accelerate's autocast
+            options |= {"compute_dtype": torch.bfloat16, "output_dtype": torch.float32}
+        opt = ShardedAdamW(model.parameters(), **ADAMW, **options)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 4, 0.5)
     model, opt, loader, schedule = accelerator.prepare(model, opt, loader, schedule)
     if begin:

@@ -32,6 +32,8 @@ VARIANTS: dict[str, tuple[int, bool, str, bool]] = {
     "stage 2, bf16": (2, True, "optimizers", True),
     "stage 3": (3, True, "optimizers", False),
     "stage 3, bf16": (3, True, "class", True),
+    "stage 2, computed in bf16": (2, True, "class", True),
+    "stage 3, computed in bf16": (3, True, "optimizers", True),
 }
 
 
@@ -55,6 +57,11 @@ def make_model() -> nn.Module:
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=48, n_positions=12))
+
+
+def is_computed(name: str) -> bool:
+    """True if ``compute_dtype`` says so, in place of the Trainer's option."""
+    return "computed" in name
 
 
 def make_trainer(folder: str, steps: int, bf16: bool, model: nn.Module, **optimizer: Any) -> Any:
@@ -97,9 +104,12 @@ def stop_after(steps: int) -> Any:
     return Stop()
 
 
-def sharded(model: nn.Module, stage: int, module: bool, form: str) -> dict[str, Any]:
+def sharded(model: nn.Module, name: str) -> dict[str, Any]:
     """The line that changes."""
+    stage, module, form, _ = VARIANTS[name]
     options: dict[str, Any] = {"stage": stage, "module": model if module else None, "tuning": SMALL}
+    if is_computed(name):
+        options |= {"compute_dtype": torch.bfloat16, "output_dtype": torch.float32}
     if form == "class":
         return {"optimizer_cls_and_kwargs": (ShardedAdamW, {**ADAMW, **options})}
     return {"optimizers": (ShardedAdamW(model.parameters(), **ADAMW, **options), None)}
@@ -129,9 +139,10 @@ def reference(folder: str) -> dict[tuple[str, bool], tuple[dict[str, list[float]
 def begin(folder: str) -> Any:
     """All variants, two steps beyond the checkpoint."""
     expected = reference(folder)
-    for name, (stage, module, form, bf16) in VARIANTS.items():
+    for name, (stage, _, _, bf16) in VARIANTS.items():
         model = make_model()
-        trainer = make_trainer(f"{folder}/{name}", SAVED_AT + 1, bf16, model, **sharded(model, stage, module, form))
+        by_trainer = bf16 and not is_computed(name)
+        trainer = make_trainer(f"{folder}/{name}", SAVED_AT + 1, by_trainer, model, **sharded(model, name))
         trainer.train()
         opt = trainer.optimizer.optimizer
         assert opt.options.stage == stage and opt.engine.domain.mesh.shard.size == 2
@@ -140,9 +151,10 @@ def begin(folder: str) -> Any:
 
 
 def resume(folder: str, expected: Any) -> None:
-    for name, (stage, module, form, bf16) in VARIANTS.items():
+    for name, (_, _, form, bf16) in VARIANTS.items():
         model = make_model()
-        trainer = make_trainer(f"{folder}/{name}", STEPS, bf16, model, **sharded(model, stage, module, form))
+        by_trainer = bf16 and not is_computed(name)
+        trainer = make_trainer(f"{folder}/{name}", STEPS, by_trainer, model, **sharded(model, name))
         trainer.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-{SAVED_AT}")
         losses, params = expected[form, bf16]
         close = {"rtol": 2e-2 if bf16 else 2e-4, "atol": 2e-3 if bf16 else 2e-5}

@@ -383,7 +383,10 @@ def written() -> None:
         with opt.unsharded(), torch.no_grad():
             model.block.hidden.weight[3] = 0.1
             model.block.norm.weight.mul_(2)
+            if dist.get_rank() == 0:  # alone
+                inside = model.state_dict()
         shown = exact(model)
+        assert dist.get_rank() or same({name: each.clone() for name, each in inside.items()}, shown), stage
         hidden = before["block.hidden.weight"].clone()
         hidden[3] = torch.tensor(0.1, dtype=BF16).float()
         assert raw(shown["block.hidden.weight"]) == raw(hidden), stage
@@ -399,6 +402,10 @@ def written() -> None:
         assert not same(exact(model), before)
         model.load_state_dict(copies)
         assert same(exact(model), before), stage
+        step_of(model, opt, batch(1))
+        with opt.unsharded():
+            model.load_state_dict(before)
+        assert same(exact(model), before), stage
         opt.close()
         assert same(dict(model.state_dict()), before), stage
         assert all(param.dtype is FP32 for param in model.parameters())
@@ -408,3 +415,49 @@ def written() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_writes_reach_fp32_values(ranks: Pool, world: int) -> None:
     ranks.run(written, world=world)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def kept_and_moved(stage: int, neighbours: bool, **options: Any) -> tuple[dict[str, int], int, int, int]:
+    """Bytes by kind after a step, bytes received for params in a step, bytes kept of params that stay whole, params."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    own = Tuning(neighbours=neighbours, keep_below=1000)
+    opt = ShardedAdamW(model, lr=0.01, stage=stage, tuning=own, **options)
+    for _ in range(3):
+        before = opt.engine.traffic().get("params", 0)
+        opt.zero_grad()
+        model(torch.ones(2, 512)).float().sum().backward()
+        opt.step()
+    moved = opt.engine.traffic()["params"] - before
+    kinds = {kind: sum(tiers.values()) for kind, tiers in opt.memory().items()}
+    small, numel = 4 * 512, sum(param.numel() for param in model.parameters())
+    opt.close()
+    return kinds, moved, small, numel
+
+
+def bytes_of() -> None:
+    world = dist.get_world_size()
+    for neighbours in (False, True):
+        for stage in (1, 2, 3):
+            found, moved, small, numel = kept_and_moved(stage, neighbours, compute_dtype=BF16)
+            _, moved_in_fp32, *_ = kept_and_moved(stage, neighbours)
+            # Of stage 3 the params that stay whole are kept as at stage 2. Shared memory is read as it is, and cast.
+            large = numel - small
+            expected = {
+                "param": 2 * numel if stage < 3 else 2 * small + 4 * large // world,
+                "master": (4 * numel if stage < 3 else 4 * small) // world,
+                "gradient": 4 * numel // world,
+                "state": 8 * numel // world,
+            }
+            assert {kind: found[kind] for kind in expected} == expected, stage
+            if stage == 3 and neighbours:
+                assert moved_in_fp32 - moved == small * 2 * (world - 1) // world
+            else:
+                assert 2 * moved == moved_in_fp32 > 0, (stage, neighbours)
+
+
+def test_bytes_kept_and_moved(ranks: Pool) -> None:
+    ranks.run(bytes_of, world=2)
