@@ -129,7 +129,7 @@ class Planner:
 
     def _need(self, way: Way, stage: int) -> Need:
         laid, asked = self._layout.stage(way, stage), self._options.reduce_dtype
-        reduced = way.dtype if asked is None or isinstance(asked, str) else asked  # in buffers
+        reduced = way.seen if asked is None or isinstance(asked, str) else asked  # in buffers
         sent = itemsize_of(TRAFFIC_FORMATS[asked]) if isinstance(asked, str) else reduced.itemsize
         kinds = bytes_of(laid, way, reduced, self._options.tuning)
         wire = wire_of(laid, way, sent, self._cut)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import Tuning
+    from ..domain.bucket_plan import PlannedBucket
     from ..kernels.formats import Format
     from .plan_layout import EqualBuckets, StageLayout
     from .ways import Tier, Way
@@ -40,7 +41,7 @@ def bytes_of(laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning) 
             shard = bucket.layout.shard_numel
             held = shard if bucket.shards_params else bucket.layout.numel
             states = sum(int(shard * itemsize_of(bucket.formats.states[each])) for each in bucket.states)
-            add("param", "device", count * held * way.dtype.itemsize)
+            add("param", "device", count * held * _of_param(bucket, way))
             add("master", way.tier, count * int(shard * itemsize_of(bucket.formats.master)))
             add("state", way.tier, count * states)
             # The row of each block: of a shard, and of shards that one launch takes.
@@ -69,7 +70,9 @@ def formula(way: Way, laid: StageLayout) -> str:
     if not way.has_module:
         gradient = 2 * way.dtype.itemsize, False  # and DDP's buckets
     # Tier, bytes a param, whether they are sharded.
-    sizes: list[tuple[str, float, bool]] = [("device", way.dtype.itemsize, stage.shards_params)]
+    sizes: list[tuple[str, float, bool]] = [
+        ("device", _FP32 if stage.shards_params and way.compute_dtype else way.seen.itemsize, stage.shards_params)
+    ]
     sizes += [(_tier_of_sums(way), *gradient)]
     sizes += [(way.tier, itemsize_of(kept.master), stage.shards_states)]
     sizes += [
@@ -91,6 +94,11 @@ def itemsize_of(format: Format | None) -> float:
     if format is None:
         return 0
     return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
+
+
+def _of_param(bucket: PlannedBucket, way: Way) -> int:
+    """Returns the bytes of an element that a rank keeps."""
+    return _FP32 if bucket.keeps_exact else way.seen.itemsize
 
 
 def _tier_of_sums(way: Way) -> Tier:
@@ -130,7 +138,7 @@ def _staging(buckets: EqualBuckets, way: Way, tuning: Tuning) -> int:
         planes = [nbytes for format in streams if format is not None for nbytes in _plane_bytes(format, elements)]
         slot = max(slot, sum(map(padded, planes)))
         turns += count * -(-shard // max(elements, 1)) * bool(planes)
-        kept += count * shard * way.dtype.itemsize
+        kept += count * shard * _of_param(bucket, way)
     return kept + min(SLOTS, turns) * slot
 
 

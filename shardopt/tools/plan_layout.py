@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config import Options
 from ..domain.bucket_plan import NO_MATRICES, MatrixStats, PlannedBucket, matrix_stats, plan_buckets
-from ..domain.formats import formats_for
+from ..domain.formats import OWN_DTYPE, formats_for
 from ..domain.param_names import matching
 from ..domain.units import gathering_budget, units_of
 from ..partition.schedule import assumed_orders, plan_schedule
@@ -118,6 +118,7 @@ class ModelLayout:
             stage=way.stage,
             **way.options,
             reduce_dtype=given.reduce_dtype if way.has_module else None,
+            compute_dtype=way.compute_dtype,
             tuning=tuning,
         )
         rule = self._rule
@@ -131,7 +132,7 @@ class ModelLayout:
         for name, ranks in sizes.items():
             for bucket, unit in self._buckets(way, stage, rule, asked, name, ranks):
                 if unit is not None:
-                    units[unit] += bucket.layout.numel * way.dtype.itemsize
+                    units[unit] += bucket.layout.numel * way.seen.itemsize
                     numels[name][unit] += sum(bucket.layout.numels)
                 found = matrix_stats(rule, bucket.members, bucket.layout)
                 if found is not NO_MATRICES:  # a trillion params have ten thousand buckets
@@ -151,7 +152,7 @@ class ModelLayout:
             for name, ranks in sizes.items()
             if equal[name]
         }
-        kept, shares = self._kept_states(formats_for(rule, asked, way.dtype, tuning.compress_from), way, stage)
+        kept, shares = self._kept_states(formats_for(rule, asked, way.seen, tuning.compress_from), way, stage)
         margins = sum(
             4 * math.prod(rule.state_shape(margin, param.shape))  # whole on every tensor rank too
             for param in self.stages[stage]
@@ -167,6 +168,8 @@ class ModelLayout:
         numel = sum(local.shape.numel() for local in self.stages[stage].values())
         averages = (EMA,) * (way.ema is not None)
         kept = replace(kept, states={name: kept.states[name] for name in (*states, *averages)})
+        if way.stage == 3 and way.compute_dtype is not None:  # the slices of params are the masters
+            kept = replace(kept, master=None)
         return kept, {name: states[name] / numel if name in states else 1.0 for name in kept.states}
 
     def _buckets(
@@ -186,7 +189,8 @@ class ModelLayout:
         def bucket_bytes(_: torch.device) -> int:
             return tuning.bucket_bytes_of(self._device, way.has_module)
 
-        for bucket in plan_buckets(own, rule, asked, shards, bucket_bytes, kept_whole, unit_of):
+        seen = OWN_DTYPE if way.compute_dtype is None else lambda _: way.seen
+        for bucket in plan_buckets(own, rule, asked, shards, bucket_bytes, kept_whole, unit_of, dtype_of=seen):
             yield bucket, unit_of[bucket.members[0][1]] if unit_of is not None and bucket.shards_params else None
 
     def _gathered(self, units: Mapping[int, int], stage: int) -> tuple[int, dict[tuple[str, int], int]]:

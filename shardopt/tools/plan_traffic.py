@@ -48,7 +48,7 @@ def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: float, cu
         sum_bytes: of one element of the sums of gradients.
     """
     rounds = 1 if cut.at_once and way.stage < 2 else cut.micro_batches
-    size = way.dtype.itemsize
+    size = way.seen.itemsize
     if not way.has_module:
         gradients, params = 2.0 * size, size if way.stage else 0  # the caller reduces, once
     elif way.stage == 0 and way.release_gradients:

@@ -32,6 +32,7 @@ class Way:
         master, state_format, gradient_format, ema, release_gradients: the options with these names.
         tier: where masters and states are kept: "device", "host" (``offload="cpu"``) or "disk".
         sums_rest: True if sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
+        compute_dtype: the option with this name, of fp32 params.
     """
 
     stage: Stage
@@ -44,6 +45,7 @@ class Way:
     ema: float | None = None
     release_gradients: bool = False
     sums_rest: bool = False
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a field of another kind."""
@@ -54,10 +56,20 @@ class Way:
             number(self.ema, "Way.ema", least=0, below=1)
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"Way.dtype takes a torch.dtype, such as torch.bfloat16, found {self.dtype!r}.")
+        if self.compute_dtype is not None and not (self.has_module and self.dtype is torch.float32):
+            raise ValueError(
+                f"give has_module=True and dtype=torch.float32, or omit compute_dtype={self.compute_dtype}: a module "
+                f"of fp32 params that is handed over computes in it, found {self.dtype}."
+            )
         word(self.tier, "Way.tier", TIERS)
         for field, _ in PLANNED:
             if choices := choices_of(field.type):
                 word(getattr(self, field.name), f"Way.{field.name}", choices)
+
+    @property
+    def seen(self) -> torch.dtype:
+        """The dtype in which the model sees its params."""
+        return self.compute_dtype or self.dtype
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,13 +80,14 @@ class Way:
     @property
     def is_exact(self) -> bool:
         """True if masters, states and sums of gradients keep all of fp32."""
-        if self.dtype is torch.float32:
+        if self.seen is torch.float32:
             return self.state_format == "fp32"
         return (self.state_format, self.gradient_format) == ("fp32", "fp32") and self.master in ("fp32", "split")
 
     def __str__(self) -> str:
         name = f"stage {self.stage}" + ("" if self.has_module else ", params only")
         parts = [f"{name}, {str(self.dtype).removeprefix('torch.')}"]
+        parts += [f"computed in {str(self.seen).removeprefix('torch.')}"] * (self.compute_dtype is not None)
         given = self.options
         parts += [
             f"{words.label} {given[field.name]}" if choices_of(field.type) else words.label
@@ -99,11 +112,11 @@ def possible(way: Way) -> Way:
     stage 0 and 1, with the module, and with states on the device (binding refuses states in host memory for params on a
     GPU); released gradients have no sums. Sums are offloaded at stage 2 and 3, together with states.
     """
-    is_low = way.dtype is torch.bfloat16
+    is_low = way.seen is torch.bfloat16
     releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"
     return replace(
         way,
-        master=way.master if is_low else "fp32",
+        master=way.master if is_low and way.compute_dtype is None else "fp32",
         gradient_format=way.gradient_format if is_low and way.has_module and not releases else "fp32",
         release_gradients=releases,
         sums_rest=way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device",

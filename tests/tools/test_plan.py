@@ -83,6 +83,7 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             gradient_format=way.gradient_format,
             ema=way.ema,
             release_gradients=way.release_gradients,
+            compute_dtype=way.compute_dtype,
             offload=offload_of(way, directory),
             tuning=TUNING,
         )
@@ -133,6 +134,8 @@ def ways_with_formats() -> list[Way]:
         *mixed,
         Way(2, True, torch.float32, tier="disk"),
         Way(2, True, torch.bfloat16, "split24"),
+        *(Way(stage, True, torch.float32, compute_dtype=torch.bfloat16) for stage in (1, 2, 3, 3)),
+        Way(3, True, torch.float32, state_format="int8", tier="host", compute_dtype=torch.bfloat16),
         *released,
     ]
 
@@ -226,6 +229,10 @@ def test_formulas_and_traffic_of_tiers() -> None:
     def of(**changes: Any) -> Need:
         return plan(transformer(10**7), ADAMW, 8, dataclasses.replace(Way(2, True, torch.bfloat16), **changes))
 
+    cast = [of(dtype=torch.float32, compute_dtype=torch.bfloat16, stage=stage) for stage in (1, 2, 3)]
+    assert [each.formula for each in cast] == ["2 + 16/N", "2 + 16/N", "16/N"]
+    assert cast[2].moved == of(stage=3).moved  # units and gradients travel in bf16
+    assert cast[2].bytes["window"] == of(stage=3).bytes["window"]
     split = [of(master=master).formula for master in ("split", "split24", "none")]
     assert split == ["2 + 14/N", "2 + 13/N", "2 + 12/N"]
     assert of(master="split24", state_format="int8").formula == "2 + 7.03/N"
