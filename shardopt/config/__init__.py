@@ -3,11 +3,10 @@
 Every option is checked when it is given, and frozen from then on.
 """
 
-from .formats import GradientFormat, Master, Stage, StateFormat
+from .formats import GradientFormat, Master, Precision, Stage, StateFormat
 from .keywords import OptionKeywords
 from .offload import Offload
 from .options import Options, check_norm_group, check_process_group
-from .precision import Precision
 from .tuning import MIB, Tuning
 
 __all__ = [

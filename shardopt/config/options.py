@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments import flag, number, texts, whole, word
 from ..option import Flag, check_fields, option
-from .formats import GradientFormat, Master, Stage, StateFormat, Traffic
+from .formats import GradientFormat, Master, Precision, Stage, StateFormat, Traffic
 from .offload import Offload
-from .precision import Precision
 from .tuning import Tuning
 
 
