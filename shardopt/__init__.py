@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .checkpoint.load import load_checkpoint
     from .checkpoint.prepare import prepare_states
     from .checkpoint.save import save_checkpoint
+    from .checkpoint.weights import save_weights
     from .integrations.deepspeed.config import DeepSpeedRun, from_deepspeed_config
     from .optim.adafactor import ShardedAdafactor
     from .optim.large_batch import ShardedLAMB, ShardedLARS
@@ -93,6 +94,7 @@ __all__ = [
     "prepare_states",
     "rule",
     "save_checkpoint",
+    "save_weights",
     "verify",
 ]
 
@@ -102,6 +104,8 @@ def __getattr__(name: str) -> Any:
     found: Any
     if name == "save_checkpoint":
         from .checkpoint.save import save_checkpoint as found
+    elif name == "save_weights":
+        from .checkpoint.weights import save_weights as found
     elif name == "load_checkpoint":
         from .checkpoint.load import load_checkpoint as found
     elif name == "prepare_states":

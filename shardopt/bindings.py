@@ -77,6 +77,7 @@ class Bindings:
         ranks, is_open = call_while_alive(Bindings.ranks, self), call_while_alive(Bindings._is_round_open, self)
         self.turn = Turn(ranks, is_open, options.release_gradients)
         self.default_names: frozenset[str] = frozenset()  # those of the class
+        self.turn.before_together = call_while_alive(Bindings._end_stream_for, self)
         self.joining: Callable[[str, Call | None], None] | None = None
         self.is_closed = False
         self.stream: weakref.ref[WeightStream] | None = None  # of weights; the last one
@@ -155,6 +156,10 @@ class Bindings:
         """The stream of weights that this rank has not read to its end."""
         stream = None if self.stream is None else self.stream()
         return stream if stream is not None and stream.is_open else None
+
+    def _end_stream_for(self, call: str) -> None:
+        if call != "weights()":  # the stream's own: other ranks may be in its next meeting
+            self.end_stream(call)
 
     def end_stream(self, call: str) -> None:
         """Raises StateError if a stream of weights is open, and ends it on all ranks."""

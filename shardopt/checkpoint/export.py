@@ -40,7 +40,7 @@ def export_weights(checkpoint: Checkpoint, target: Path, advance: Advance) -> No
     keys.sort(key=lambda key: -_tensor(manifest, key).values_dtype.itemsize)
     described = [(key.name, (each := _tensor(manifest, key)).values_dtype, each.shape) for key in keys]
     head = header(described, {"format": "pt"})
-    with _new(target) as (_, file), SafetensorsWriter(file, head) as writer:
+    with new_file(target) as (_, file), SafetensorsWriter(file, head) as writer:
         for key in keys:
             writer.add(_chunks(checkpoint, key, advance))
         writer.finish()
@@ -78,7 +78,7 @@ def export_states(checkpoint: Checkpoint, target: Path, number: int, advance: Ad
             f"give --optimizer below {len(manifest.optimizers)}: the checkpoint holds no optimizer {number}."
         )
     state_dict, contents = _state_dict(checkpoint, number)
-    with _new(target) as (made, descriptor), open(descriptor, "wb") as file:
+    with new_file(target) as (made, descriptor), open(descriptor, "wb") as file:
         # torch writes its own format with holes for the elements; it reads no tensor.
         with torch.serialization.skip_data():
             torch.save(state_dict, made)
@@ -180,7 +180,7 @@ def _offsets(path: Path) -> dict[int, int]:
 
 
 @contextmanager
-def _new(target: Path) -> Iterator[tuple[Path, int]]:
+def new_file(target: Path) -> Iterator[tuple[Path, int]]:
     """Yields a new file beside ``target``, open for writing, which replaces ``target`` once it is whole."""
     made = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
     try:

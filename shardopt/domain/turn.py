@@ -55,6 +55,8 @@ class Turn:
         self.call: str | None = None
         self.trainer = 0
         self.alone: str | None = None
+        # Is called ahead of a call that all ranks make together.
+        self.before_together: Callable[[str], None] = lambda _: None
         self._lock = threading.RLock()
         self._frame: FrameType | None = None  # the one whose `with` holds the turn
         self._is_lent = False
@@ -81,6 +83,7 @@ class Turn:
         Test: test_handlers_on_all_ranks in tests/step/test_turns.py.
         """
         self.check(call)
+        self.before_together(call)
         if _is_in_signal_handler() and self._ranks().size > 1:  # in this order: ranks that cannot be told can close
             raise StateError(
                 f"set a flag in the signal handler, and call {call} on every rank once step() has returned: a handler "

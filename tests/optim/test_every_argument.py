@@ -153,6 +153,7 @@ SAVE = {
     "full_precision": FLAG,
     "names": NONE,
 }
+SAVE_WEIGHTS = {"directory": {"text"}, "optimizer": NOTHING, "dtype": NONE, "bytes_per_file": ONE}
 LOAD = {"directory": NOTHING, "module": NOTHING, "optimizer": NONE, "strict": FLAG, "names": NONE}
 VERIFY = {
     "build": NOTHING,
@@ -235,6 +236,11 @@ def small() -> tuple[nn.Module, shardopt.ShardedOptimizer]:
 def saved(given: dict[str, Any], folder: Path) -> None:
     module, optimizer = small()
     shardopt.save_checkpoint(**{"directory": folder, "module": module, "optimizer": optimizer, **given}).wait()
+
+
+def saved_alone(given: dict[str, Any], folder: Path) -> None:
+    _, optimizer = small()
+    shardopt.save_weights(**{"directory": folder, "optimizer": optimizer, **given})
 
 
 def loaded(given: dict[str, Any], folder: Path) -> None:
@@ -330,6 +336,7 @@ TABLE: dict[str, tuple[dict[str, set[str]], Call]] = {
     "Tuning": (TUNING, tuned),
     "Offload": (OFFLOAD, offloaded),
     "save_checkpoint": (SAVE, saved),
+    "save_weights": (SAVE_WEIGHTS, saved_alone),
     "load_checkpoint": (LOAD, loaded),
     "prepare_states": ({"optimizer": NOTHING}, prepared),
     "verify": (VERIFY, verified),

@@ -58,6 +58,7 @@ EXPORTED = [
     "prepare_states",
     "rule",
     "save_checkpoint",
+    "save_weights",
     "verify",
 ]
 TORCH_CLASSES = [*(case.name for case in CASES if case.is_torchs), "Adafactor"]
@@ -145,6 +146,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "optimizer": None, "extra": None, "step": None, "keep": None, "asynchronous": False, "allow_nonfinite": False,
         "full_precision": False, "names": None,
     },
+    "save_weights": {"dtype": None, "bytes_per_file": 5_000_000_000},
     "verify": {
         "steps": 20, "optimizer": shardopt.ShardedAdamW, "reference": None, "loss": None, "stages": (0, 1, 2, 3),
         "ways": ({},), "tolerance": 1e-3,

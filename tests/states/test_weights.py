@@ -194,8 +194,28 @@ def loading(opt: ShardedOptimizer) -> None:
         opt.load_state_dict(opt.state_dict())
 
 
-ENDS: tuple[Callable[[ShardedOptimizer], None], ...] = (broken, raising, closed, never_begun, stepping, loading)
-SAYS = {stepping: "made another call", loading: "made another call"}
+def unsharding(opt: ShardedOptimizer) -> None:
+    """An error that is kept keeps its stream open, until the next call that needs all ranks."""
+    try:
+        stream = opt.weights(SMALL)
+        for _ in stream:
+            raise Oops
+    except Oops as error:
+        kept = error
+    with raises(StateError, "before unsharded()"), opt.unsharded():
+        raise kept
+
+
+ENDS: tuple[Callable[[ShardedOptimizer], None], ...] = (
+    broken,
+    raising,
+    closed,
+    never_begun,
+    stepping,
+    loading,
+    unsharding,
+)
+SAYS = dict.fromkeys((stepping, loading, unsharding), "made another call")
 
 
 def ended(stage: int) -> None:

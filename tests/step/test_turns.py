@@ -108,6 +108,7 @@ ALONE: dict[str, Call] = {
     "unsharded alone": lambda model, opt, folder: enter(opt.unsharded(alone=True)),
     "weights": lambda model, opt, folder: dict(opt.weights()),
     "save_checkpoint": lambda model, opt, folder: shardopt.save_checkpoint(folder, model, opt),
+    "save_weights": lambda model, opt, folder: shardopt.save_weights(folder, opt),
     "saved alone": lambda model, opt, folder: shardopt.save_checkpoint(folder, model),
     "saved later": lambda model, opt, folder: shardopt.save_checkpoint(folder, model, opt, asynchronous=True).wait(),
     "load_checkpoint": lambda model, opt, folder: shardopt.load_checkpoint(folder, model, opt),
