@@ -27,6 +27,7 @@ from .domain.dtensors import local_gradient
 from .domain.masters import refresh_masters
 from .domain.memory import memory_in_words, memory_of
 from .domain.relocate import move_states
+from .domain.sleep import put_to_sleep, wake
 from .domain.tiers import tier_of
 from .domain.timings import Timings
 from .domain.unsharded import check_not_unsharded, resharded, unsharded
@@ -370,6 +371,7 @@ class Engine(Bindings):
 
         try:
             self._interrupt_stream()
+            self._check_awake()
             if closure is None:
                 loss = evaluate()
             elif self.takeover is not None:
@@ -399,6 +401,13 @@ class Engine(Bindings):
             if closure is not None and backward is not None:
                 backward.catch_up()
             raise
+
+    def _check_awake(self) -> None:
+        if any(domain.sharded is not None and domain.sharded.is_asleep for domain in self.domains):
+            raise StateError(
+                "call optimizer.reload() before step(), on every rank: params were offloaded by offload(params=True), "
+                "and an update writes them on the device."
+            )
 
     def _interrupt_stream(self) -> None:
         """Raises an error if a stream of weights is open: a step would change weights that other ranks still read."""
@@ -527,29 +536,41 @@ class Engine(Bindings):
 
     # -- where states are kept -------------------------------------------------------------------------------------
 
-    def offload(self, to: str | os.PathLike[str]) -> None:
+    def offload(self, to: str | os.PathLike[str], params: object) -> None:
         """Collective: see :meth:`ShardedOptimizer.offload`."""
+        sleeps = flag(params, "offload(params=)")
         if not isinstance(to, str | os.PathLike):
             raise TypeError(
                 f"optimizer.offload() takes 'cpu' or a directory, where all masters and states go, found {to!r}. "
                 "Other ways to offload are for the constructor: offload=Offload(...)."
             )
-        self._move("offload()", Offload(to))
-
-    def reload(self) -> None:
-        """Collective: see :meth:`ShardedOptimizer.reload`."""
-        self._move("reload()", None)
+        self._move("offload()", Offload(to), sleeps)
 
     @torch.no_grad()
-    def _move(self, call: str, to: Offload | None) -> None:
+    def reload(self, states: object) -> None:
+        """Collective: see :meth:`ShardedOptimizer.reload`."""
+        is_all = flag(states, "reload(states=)")
+        with self.turn.take_together("reload()"):
+            for domain in self.domains:
+                wake(domain)
+            self.planners.clear()  # plans have views of where params were
+        if is_all:
+            self._move("reload()", None)
+
+    @torch.no_grad()
+    def _move(self, call: str, to: Offload | None, sleeps: bool = False) -> None:
         with self.turn.take_together(call):
             if to is None and self._away is None:
                 return
             self.check_open()
             self.end_stream(call)
             self.finish_gathers()
+            ends = [put_to_sleep(domain, to) for domain in self.domains[:1] if sleeps and to is not None]
             if move_states(self.domains, to):
                 self._away = to
+            for end in ends:
+                self.planners.clear()  # plans keep views of params
+                end()
 
     # -- surgery ---------------------------------------------------------------------------------------------------
 
@@ -687,6 +708,8 @@ class Engine(Bindings):
         self.check_weights("close()")
         with suppress(CommunicationError):  # raised before; params that did not arrive are lost with the other rank
             self.finish_gathers()
+        for domain in self.domains:
+            wake(domain)
         for domain in self.domains:  # first: another rank may still read gradients of this one
             domain.stop_serving()
         if self.takeover is not None:

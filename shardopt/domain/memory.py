@@ -76,7 +76,8 @@ def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> 
     for shard in (*domain.shards, *domain.frozen_shards):
         found["param"]["device"] += shard.bucket.resident_bytes
         if shard.param_bytes:
-            found["param"][slices] += shard.param_bytes
+            is_asleep = domain.sharded is not None and domain.sharded.is_asleep
+            found["param"][domain.sharded.sleeps_in if is_asleep and domain.sharded else slices] += shard.param_bytes
         for name, nbytes in shard.home.nbytes.items():
             found[name if name in ("master", "param") else "state"][shard.home.tier] += nbytes
 

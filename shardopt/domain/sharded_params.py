@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,6 +70,9 @@ class ShardedParams:
         self.gather_for: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
         self._gather, self._gather_slices = gather, gather_slices
         self._fetcher, self.name_of = fetcher, name_of
+        self.asleep: Sequence[Any] = []  # see :mod:`.sleep`
+        self.sleeps_in = ""  # the tier of what is asleep
+        self.beds: dict[Shard, torch.Tensor] = {}  # host memory for slices that sleep
 
     @property
     def units(self) -> list[Unit]:
@@ -79,6 +82,16 @@ class ShardedParams:
         """Returns the shard that holds a param, and its number in it; None if this rank has it whole."""
         is_whole = self.gatherer.unsharded_contexts > 0
         return None if is_whole else self._places.get(param)  # type: ignore[call-overload]
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while slices lie elsewhere, and no unit can be gathered."""
+        return bool(self.asleep)
+
+    @property
+    def gathers_by_messages(self) -> bool:
+        """True if no rank reads another's slices by their address."""
+        return self.transport.ranks.size == 1 or self.transport.overlaps
 
     def window(self, bucket: Bucket, own: ParamShard) -> Window:
         """Collective: opens a window on a bucket; ``own`` holds this rank's slice."""

@@ -411,7 +411,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             state_dict = state_dict if replaced is None else replaced
         return state_dict
 
-    def offload(self, to: str | os.PathLike[str] = "cpu") -> None:
+    def offload(self, to: str | os.PathLike[str] = "cpu", params: bool = False) -> None:
         """Moves all master weights and states to host memory or a disk until :meth:`reload`. Collective.
 
         Steps, state dicts and checkpoints work meanwhile, at the speed of the tier and with the same bits. Does nothing
@@ -419,16 +419,23 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         Args:
             to: ``"cpu"`` for host memory, or a directory for a file in it.
+            params: moves slices of params at stage 3 too, and frees what is gathered. Until :meth:`reload` steps and
+                forwards raise a StateError; state dicts, :meth:`weights` and checkpoints work. Slices on CPUs go to a
+                directory only, with ``Tuning(neighbours=False)``, and not to host memory, where they are.
 
         Raises:
             OffloadError: the tier cannot hold them. Nothing moved, on any rank.
             TypeError: ``to`` is neither.
         """
-        self.engine.offload(to)
+        self.engine.offload(to, params)
 
-    def reload(self) -> None:
-        """Undoes :meth:`offload`. After an OffloadError nothing moved, on any rank. Collective."""
-        self.engine.reload()
+    def reload(self, states: bool = True) -> None:
+        """Undoes :meth:`offload`: params first. After an OffloadError nothing more moved, on any rank. Collective.
+
+        Args:
+            states: False brings params alone back, to evaluate or to sync weights; masters and states stay.
+        """
+        self.engine.reload(states)
 
     def __deepcopy__(self: Optimizer, memo: dict[int, Any]) -> Optimizer:
         """Copies the optimizer with its states; its params are those that ``memo`` maps to, as in torch."""
