@@ -33,6 +33,7 @@ from .domain.timings import Timings
 from .domain.unsharded import check_not_unsharded, resharded, unsharded
 from .errors import BindingError, CommunicationError, ShardoptError, StateError
 from .module.closure import RaiseNow
+from .module.gradient_statistics import statistics_of
 from .module.gradients_at_once import reduce_together, sum_tied
 from .module.surgery import names_of
 from .module.takeover import ModuleTakeover
@@ -180,6 +181,22 @@ class Engine(Bindings):
             return  # every backward has reduced them
         self.bind_module()
         reduce_together(self.ensure_domains().main, self.takeover.backward)
+
+    @torch.no_grad()
+    def gradient_statistics(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Collective: see :meth:`ShardedOptimizer.gradient_statistics`."""
+        with self.turn.take_together("gradient_statistics()"):
+            self.check_open()
+            if self.takeover is None or self.options.release_gradients:
+                raise ShardoptError(
+                    "ask param.grad itself, or hand the module over without release_gradients: gradient_statistics() "
+                    "is of gradients that shardopt reduces and keeps. Here each rank holds whole ones, or none is kept."
+                )
+            self.bind_module()
+            found: dict[str, dict[str, float]] = {}
+            for domain, backward in self.takeover.reducing():
+                found |= statistics_of(domain, backward, names)
+            return found
 
     @torch.no_grad()
     def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:

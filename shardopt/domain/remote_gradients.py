@@ -173,8 +173,8 @@ def _await(domain: Reducing, gradient_slice: GradientSlice, moment: Moment, end:
         is_broken_off = moving_since is not None and clock > moving_since + _UNSETTLED
         if (now > moment and not is_moving) or is_broken_off or (now < moment and domain.turn.call == "step()"):
             raise StateError(
-                "ask before gradients are clipped or scaled, or on all ranks at the same place, or call "
-                "full_tensor() on every rank: that rank has changed or dropped this gradient, or will change it no "
+                "ask on all ranks at the same place, or call gradient_statistics() or full_tensor() on every rank: "
+                "that rank has changed or dropped this gradient, or will change it no "
                 f"more. It is at round {now[0]} with {now[1]} changes in place, asked for was round {moment[0]} with "
                 f"{moment[1]}."
             )

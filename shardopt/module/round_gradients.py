@@ -92,6 +92,11 @@ class RoundGradients:
         return reducer
 
     @property
+    def layout(self) -> ReportLayout:
+        """Where the numbers of each param and piece lie in a report."""
+        return self._layout
+
+    @property
     def _slices(self) -> list[GradientSlice]:
         """The slices of all gradients."""
         return [entry.gradient_slice for entry in self.entries if entry.gradient_slice is not None]

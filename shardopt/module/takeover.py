@@ -275,6 +275,12 @@ class ModuleTakeover:
             self.overlap_hooks = OverlapHooks(domain, self.module)
             domain.on_overlap = call_while_alive(OverlapHooks.start, self.overlap_hooks, otherwise=False)
 
+    def reducing(self) -> list[tuple[Domain, Backward]]:
+        """Returns the domains whose gradients are reduced here, the main one first; none before they are bound."""
+        if self._domain is None or self.backward is None:
+            return []
+        return [(self._domain, self.backward), *self._experts.items()]
+
     def add_domain(self, domain: Domain, backward: Backward) -> None:
         """Says that experts are bound to a domain of their own; after :meth:`use_domain`."""
         assert self.backward is not None

@@ -199,6 +199,26 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         self.engine.reduce_gradients()
 
+    def gradient_statistics(self, *names: str) -> dict[str, dict[str, float]]:
+        """Returns statistics of the mean gradients of all params, by the params' names. Collective: one all-reduce.
+
+        For what logs a model's gradients: asked of ``param.grad`` one by one, each question makes each rank read the
+        slices of the others. After backward, before :meth:`step` or after it; params without a gradient are left out::
+
+            for name, found in opt.gradient_statistics("absmax", "mean", "zeros").items():
+                log({f"gradients/{name}/absmax": found["absmax"]})
+
+        Args:
+            names: of ``"sum"``, ``"mean"``, ``"absmean"``, ``"min"``, ``"max"``, ``"absmax"``, ``"var"``, ``"std"``
+                (with Bessel's correction), ``"norm"``, ``"zeros"`` and ``"nonfinite"`` (numbers of elements).
+
+        Raises:
+            ValueError: another name.
+            ShardoptError: no module was given, or a backward did not end.
+            DisagreementError: another rank makes another call, or asks for others.
+        """
+        return self.engine.gradient_statistics(names)
+
     def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
         """Sums the gradient of a weight that stages of a pipeline hold copies of (tied embeddings). Collective.
 

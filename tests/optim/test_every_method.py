@@ -23,6 +23,7 @@ METHODS = {
     "close": {},
     "consolidate_state_dict": {"to": {"0"}},  # of one rank
     "gradient_weight": {"tokens": COUNT, "average": FLAG},
+    "gradient_statistics": {"names": NOTHING},
     "join": {name: FLAG for name in ("divide_by_initial_world_size", "enable", "throw_on_early_termination")},
     "join_hook": {"divide_by_initial_world_size": FLAG, "keywords": EVERYTHING},
     "load_state_dict": {"state_dict": NOTHING},
@@ -77,7 +78,10 @@ def called(method: str, argument: str, value: Any) -> None:
     if argument == "keywords":
         argument = "nobody"  # torch's Join hands its keywords to all that take part: those of others are let alone
     try:
-        found = getattr(opt, method)(**{**GIVEN.get(method, {}), argument: value})
+        if method == "gradient_statistics":  # of any number of names
+            found = opt.gradient_statistics(value)
+        else:
+            found = getattr(opt, method)(**{**GIVEN.get(method, {}), argument: value})
         if isinstance(found, AbstractContextManager):
             with found:
                 pass

@@ -89,6 +89,7 @@ def test_methods_are_added_on_purpose() -> None:
         "close",
         "consolidate_state_dict",
         "grad_norm",
+        "gradient_statistics",
         "gradient_weight",
         "join",
         "join_device",

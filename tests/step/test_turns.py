@@ -98,6 +98,7 @@ ALONE: dict[str, Call] = {
     "close": lambda model, opt, folder: opt.close(),
     "consolidate_state_dict": lambda model, opt, folder: opt.consolidate_state_dict(),
     "gradient_weight": lambda model, opt, folder: opt.gradient_weight(1),
+    "gradient_statistics": lambda model, opt, folder: opt.gradient_statistics("absmax"),
     "offload": lambda model, opt, folder: opt.offload(),
     "rebind": lambda model, opt, folder: opt.rebind(),
     "reduce_gradients": lambda model, opt, folder: opt.reduce_gradients(),

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from shardopt import ShardedAdamW, ShardedOptimizer, StateError, Tuning
+from shardopt import DisagreementError, ShardedAdamW, ShardedOptimizer, StateError, Tuning
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
+from tests.support.training import raises
 
 W = 24
 OTHER = torch.linspace(-1, 1, W * W).view(W, W)
@@ -138,6 +139,56 @@ def test_questions(ranks: Pool) -> None:
         (1, 2, True), (2, 1, True), (2, 2, False), (2, 3, True), (3, 1, False), (3, 2, True), (3, 3, False)
     ):  # fmt: skip
         found = ranks.run(asked, stage, neighbours, world=world)
+        assert all(each == found[0] for each in found)
+
+
+EXPECTED: dict[str, Question] = {
+    "sum": lambda g: g.sum(),
+    "mean": lambda g: g.mean(),
+    "absmean": lambda g: g.abs().mean(),
+    "min": lambda g: g.min(),
+    "max": lambda g: g.max(),
+    "absmax": lambda g: g.abs().max(),
+    "var": lambda g: g.var(),
+    "std": lambda g: g.std(),
+    "norm": lambda g: g.norm(),
+    "zeros": lambda g: (g == 0).sum(),
+    "nonfinite": lambda g: (~g.isfinite()).sum(),
+}
+
+
+def statistics(stage: int) -> dict[str, dict[str, float]]:
+    model, opt = started(stage, True)
+    model[2].bias.grad.mul_(0.5)  # type: ignore[union-attr, operator]
+    with torch.no_grad():
+        model[2].weight.grad[3:] = 0  # type: ignore[index]
+    found = opt.gradient_statistics(*EXPECTED)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, param in model.named_parameters():
+        mean: Tensor = param.grad.full_tensor().double()  # type: ignore[union-attr]
+        for each, expected in EXPECTED.items():
+            assert math.isclose(found[name][each], expected(mean).item(), rel_tol=1e-12, abs_tol=1e-15), (name, each)
+    rank = dist.get_rank()
+    for wrong in ((), ("median",)):
+        with raises(ValueError, "ask for some of", "'absmax'"):
+            opt.gradient_statistics(*wrong)
+    if dist.get_world_size() > 1:
+        with raises(DisagreementError, "gradient_statistics"):
+            opt.gradient_statistics("max" if rank else "min")
+    opt.zero_grad()
+    assert opt.gradient_statistics("max") == {}
+    backward(model, 1)
+    if rank == 0:
+        model[0].weight.grad.local[:1].fill_(math.nan)  # type: ignore[union-attr]
+    spoilt = opt.gradient_statistics("sum", "nonfinite", "max")["0.weight"]
+    assert math.isnan(spoilt["sum"]) and spoilt["nonfinite"] == 1 and math.isnan(spoilt["max"])
+    opt.close()
+    return found
+
+
+def test_statistics(ranks: Pool) -> None:
+    for world, stage in ((1, 2), (2, 1), (2, 3), (3, 2)):
+        found = ranks.run(statistics, stage, world=world)
         assert all(each == found[0] for each in found)
 
 
