@@ -267,7 +267,7 @@ class Backward(RoundGradients):
         if self.weights is not None:
             self.weights.forget()
         for gradient_slice in self._slices:
-            gradient_slice.pending, gradient_slice.unreduced = None, 0
+            gradient_slice.pending, gradient_slice.unreduced, gradient_slice.has_mean = None, 0, False
         # Only after a forward that raised. Otherwise another rank may have abandoned the batch that this rank has yet
         # to run: this rank would run it as the attempt after, and ranks would wait for each other (zeroes_late).
         if self.is_in_forward:

@@ -140,7 +140,7 @@ class RoundGradients:
                 absent[entry.shard.number].add(entry.index)
             if gradient_slice is None:
                 continue
-            gradient_slice.edits, gradient_slice.is_moving = [], True
+            gradient_slice.edits, gradient_slice.is_moving, gradient_slice.has_mean = [], True, False
             if gradient_slice.was_read:
                 gradient_slice.keep_mean()
             if entry.outer.grad is None or not gradient_slice.shows_in(entry.grad):
@@ -340,7 +340,7 @@ class RoundGradients:
             gradient_slice = entry.gradient_slice
             if gradient_slice is None:
                 continue
-            gradient_slice.divisor, gradient_slice.is_used = divisor, False
+            gradient_slice.divisor, gradient_slice.is_used, gradient_slice.has_mean = divisor, False, True
             # Every rank has come to this round: nobody reads an older gradient.
             gradient_slice.round, gradient_slice.edit_count, gradient_slice.was_read = rounds, 0, False
             if gradient_slice.kept:

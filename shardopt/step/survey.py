@@ -23,6 +23,7 @@ from ..kernels.reductions import COLUMNS, LIMBS, sum_of_rows
 from ..kernels.tables import BLOCK, Factors
 from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
+from ..tensors.gradient_edits import edit
 from ..tensors.gradient_slice import norms_of
 from ..tensors.pipelining import hint
 from .frozen_step import FrozenStep, without_gradients
@@ -199,6 +200,12 @@ def _with_gradients(domain: Domain, listed: ListedParams) -> Iterator[ParamUpdat
 
 def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> ParamUpdate:
     entry = update.entry
+    if _replaces_mean(entry, grad):
+        part: Any = entry.gradient_slice.part  # type: ignore[union-attr]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            edit(torch.ops.aten.copy_.default, (part, grad), {})
+            entry.show_gradient(part)
+        grad = part
     if isinstance(grad, GradientPart) and grad.gradient_slice is entry.gradient_slice:
         own = grad.whole_slice()
         is_on_host = entry.shard.gradient_sum.is_on_host
@@ -209,6 +216,18 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
     if entry.gradient_slice is not None and with_a_batch.size > 1 and not _is_zero(grad):
         raise _unreduced(entry, grad)
     return update._replace(grad=_usable(entry, grad))
+
+
+def _replaces_mean(entry: ParamRecord, grad: torch.Tensor) -> bool:
+    """True if the script assigned another gradient in place of the mean: the step compares it over ranks."""
+    own = entry.gradient_slice
+    if own is None or not own.has_mean or own.part is None or entry.outer is not entry.param:
+        return False
+    is_part_of_it = isinstance(grad, GradientPart) and grad.gradient_slice is own
+    if is_part_of_it or own.pending is not None or grad.layout is not torch.strided:
+        return False
+    is_own = type(grad) is torch.Tensor and grad.data_ptr() == own.unreduced
+    return not is_own and grad.size() == own.part.size() and grad.device == own.part.device
 
 
 def _unreduced(entry: ParamRecord, grad: torch.Tensor) -> ShardoptError:

@@ -30,6 +30,7 @@ class GradientSlice:
         divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
         undivided: the sum that ``total`` held before ``show_mean()`` divided it.
         part: the part that shows this gradient. Any other part of this slice is stale.
+        has_mean: a round has made this gradient, and no later call has dropped it.
         is_used: True if a step used this gradient after the last backward.
         edits: in-place edits of the mean since the last round: each the name of a method of the part and its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part under ``no_sync()``; the
@@ -62,7 +63,7 @@ class GradientSlice:
         self.undivided: Tensor | None = None
         self._undivided_by = 1  # the divisor that made the mean of it
         self.part: Tensor | None = None
-        self.is_used = False
+        self.has_mean = self.is_used = False
         self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
         self.unreduced, self.was_early = 0, False

@@ -124,6 +124,47 @@ def test_edits(ranks: Pool) -> None:
         assert all(each == found[0] for each in found)
 
 
+ASSIGNED: dict[str, Callable[[Any], Any]] = {
+    "scaled": lambda g: g * 0.25,
+    "divided": lambda g: g / 3,
+    "nan_to_num": lambda g: torch.nan_to_num(g),
+    "whole": lambda g: NOISE.clone(),
+    "other strides": lambda g: NOISE.t().clone(),
+}
+
+
+def assigned(stage: int) -> None:
+    """A gradient in place of the mean takes effect, if it is the same on all ranks."""
+    model, opt = started(stage, True)
+    for name, made in ASSIGNED.items():
+        opt.zero_grad()
+        backward(model, 0)
+        weight = model[0].weight
+        mean = made(weight.grad.full_tensor())  # type: ignore[union-attr]
+        weight.grad = made(weight.grad)
+        opt.step()
+        assert raw(weight.grad.full_tensor()) == raw(mean.contiguous()), name
+    # With clipping in between, and with another backward on top.
+    opt.zero_grad()
+    backward(model, 0)
+    model[0].weight.grad = made(model[0].weight.grad)
+    backward(model, 0)
+    clip_grad_norm_(model.parameters(), 0.1)
+    opt.step()
+    if dist.get_world_size() > 1:
+        opt.zero_grad()
+        backward(model, 0)
+        model[0].weight.grad = NOISE + dist.get_rank()
+        with raises(DisagreementError, "changes in place of gradients", "param 0 of group 0", "copy_"):
+            opt.step()
+    opt.close()
+
+
+def test_assigned_gradients(ranks: Pool) -> None:
+    for world, stage in ((1, 2), (2, 1), (2, 2), (2, 3)):
+        ranks.run(assigned, stage, world=world)
+
+
 def apart(stage: int) -> None:
     """Ranks that edit differently learn so in the step, before anything changes."""
     rank = dist.get_rank()
