@@ -7,9 +7,8 @@
     python bench/network.py --quick --layers 2 --width 128  does it run?
 
 Two ranks stand in for two hosts: each runs in a network namespace of its own, which a link joins, and gloo knows no
-other device. This needs Linux, `ip`, `tc` and root, and says what is missing. Ranks of one machine would read each
-other's memory, in whatever namespaces they are, so stage 3 is told to use messages, as between hosts; all else is as
-by default.
+other device. This needs Linux, `ip`, `tc` and root, and says what is missing. Ranks in different network namespaces
+send each other messages, as between hosts.
 
 * `wire alone`: as many bytes as 3 units, sent and received at once, all asked for before the first is waited for. A
   unit is (N-1)/N of the params, sent by each rank. `alone`: the ranks compute side by side and exchange nothing.

@@ -1,15 +1,20 @@
-"""What a rank says that may not read another one's memory any more."""
+"""Ranks that may not read each other's memory: in other namespaces, or not any more."""
 
 import ctypes
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from shardopt import ShardedSGD
 from shardopt.errors import CommunicationError
 from shardopt.partition.comm.peer_memory import PeerMemory
+from tests.support.ranks import Pool
 
 PR_SET_DUMPABLE = 4
 NOBODY = 65534
@@ -69,3 +74,80 @@ def _read_before_and_after() -> None:
         os.waitpid(peer, 0)
     with pytest.raises(CommunicationError, match=f"process {peer} died"):
         mine.read(peer, values.data_ptr(), into)
+
+
+CLONE_NEWNS, CLONE_NEWNET, CLONE_NEWPID = 0x00020000, 0x40000000, 0x20000000
+
+
+def card_of_a_child(kind: int) -> tuple[list[int], Callable[[], None]]:
+    """Returns the card of a process that lives in a namespace of its own, as numbered here, and the call that ends it.
+
+    The card is empty where that is not allowed.
+    """
+    to_parent, from_child = os.pipe()[::-1]
+    until, ends = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(ends)
+        with suppress(BaseException):
+            if kind == 0 or ctypes.CDLL(None).unshare(kind) == 0:
+                inner = os.fork() if kind == CLONE_NEWPID else 0  # only children are in the new PID namespace
+                if not inner:
+                    own = PeerMemory()  # as long as it is read
+                    os.write(to_parent, json.dumps(own.card()).encode())
+                os.read(until, 1)
+        os._exit(0)
+    os.close(to_parent)
+    told = os.read(from_child, 4096)
+
+    def end() -> None:
+        os.close(ends)
+        os.waitpid(child, 0)
+
+    return json.loads(told or b"[]"), end
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_near"), [(0, True), (CLONE_NEWNS, False), (CLONE_NEWNET, False), (CLONE_NEWPID, False)]
+)
+def test_processes_of_other_namespaces_are_not_read(kind: int, is_near: bool) -> None:
+    card, end = card_of_a_child(kind)
+    try:
+        if not card:
+            pytest.skip(f"unshare({kind:#x}) is not allowed here")
+        assert PeerMemory().can_read(card) is is_near
+    finally:
+        end()
+
+
+def trains_apart() -> bool:
+    """Returns False where no namespace may be made. Connections that are open stay."""
+    libc, rank = ctypes.CDLL(None), dist.get_rank()
+    before = os.open("/proc/self/ns/net", os.O_RDONLY)
+    allowed = torch.tensor([int(rank != 1 or libc.unshare(CLONE_NEWNET) == 0)])
+    try:
+        dist.all_reduce(allowed, dist.ReduceOp.MIN)
+        if allowed.item():
+            trains("messages")
+    finally:
+        if rank == 1 and allowed.item():
+            assert libc.setns(before, CLONE_NEWNET) == 0
+        os.close(before)
+    return bool(allowed.item())
+
+
+def trains(transport: str) -> None:
+    model = nn.Linear(8, 8)
+    opt = ShardedSGD(model, lr=0.1, stage=2)
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    assert f"transport={transport})" in repr(opt), repr(opt)
+    opt.close()
+
+
+def test_a_network_namespace_sets_ranks_apart(ranks: Pool) -> None:
+    """As on two hosts, ranks send messages."""
+    ranks.run(trains, "neighbours", world=2)
+    if not all(ranks.run(trains_apart, world=2)):
+        pytest.skip("network namespaces are not allowed here")
+    ranks.run(trains, "neighbours", world=2)

@@ -1,8 +1,10 @@
 """Ranks of one machine read each other's memory: one copy instead of four through a socket.
 
 Linux lets a process read the memory of a process that it may trace (``process_vm_readv``, cross-memory attach): of the
-same user, in the same container, without a stricter security module. If one rank cannot read another one, all ranks use
-messages. On 2 ranks, 134 MiB of params are gathered in 0.4 of the time of gloo's broadcasts.
+same user, in the same container, without a stricter security module. Ranks in different PID, mount or network
+namespaces count as ranks of different machines, whatever the kernel allows: who sets them apart means them to be. If
+one rank cannot read another one, all ranks use messages. On 2 ranks, 134 MiB of params are gathered in 0.4 of the time
+of gloo's broadcasts.
 """
 
 import ctypes
@@ -35,14 +37,18 @@ class PeerMemory:
         self._token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
 
     def card(self) -> list[int]:
-        """Returns what identifies this process: process number, the token's address, the token as two int64."""
+        """Returns what identifies this process: process number, the token's address, the token as two int64, and the
+        numbers of its namespaces.
+        """
         token = self._token.raw
         halves = [int.from_bytes(token[start : start + 8], "little", signed=True) for start in (0, 8)]
-        return [os.getpid(), ctypes.addressof(self._token), *halves]
+        return [os.getpid(), ctypes.addressof(self._token), *halves, *_namespaces()]
 
     def can_read(self, card: Sequence[int]) -> bool:
         """True if this process may read the peer of this card."""
-        pid, address, *halves = card
+        pid, address, *halves = card[:4]
+        if list(card[4:]) != _namespaces():
+            return False
         found = ctypes.create_string_buffer(_TOKEN_BYTES)
         expected = b"".join(half.to_bytes(8, "little", signed=True) for half in halves)
         return _read(pid, address, ctypes.addressof(found), _TOKEN_BYTES) == _TOKEN_BYTES and found.raw == expected
@@ -71,6 +77,17 @@ class PeerMemory:
                     "put the loop into `with optimizer.join():`."
                 )
             done += count
+
+
+def _namespaces() -> list[int]:
+    """Returns the numbers of this process's PID, mount and network namespaces; 0 where the system tells none."""
+    found = []
+    for name in ("pid", "mnt", "net"):
+        try:
+            found.append(os.stat(f"/proc/self/ns/{name}").st_ino)
+        except OSError:
+            found.append(0)
+    return found
 
 
 def _read(pid: int, remote: int, local: int, length: int) -> int:
