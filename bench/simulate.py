@@ -105,10 +105,15 @@ class Training:
         self.model: nn.Module = self.gpt.GPT(size.context, size.layers, size.width, size.heads)
         self.sampler = torch.Generator().manual_seed(seed)
 
-    def backward(self) -> Tensor:
-        """Returns the loss."""
+    def loss(self) -> Tensor:
+        """Of the next batch, with its graph."""
         starts = torch.randint(len(self.text) - self.size.context, (self.size.batch,), generator=self.sampler)
         loss: Tensor = self.model(*self._sequences(self.text, starts))
+        return loss
+
+    def backward(self) -> Tensor:
+        """Returns the loss."""
+        loss = self.loss()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return loss.detach()

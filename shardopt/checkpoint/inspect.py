@@ -92,7 +92,8 @@ def _in_order(manifest: Manifest) -> Iterator[tuple[TensorKey, TensorInfo]]:
 def _row(manifest: Manifest, key: TensorKey, tensor: TensorInfo) -> tuple[str, ...]:
     name, kind = (key.name, key.kind) if key.section == "params" else (key.name, key.section)
     if key.section == "gradients":
-        kind = "gradient" if key.kind == "reduced" else f"gradient of rank {key.kind}"
+        named = {"reduced": "gradient", "residual": "residual of gradients"}
+        kind = named.get(key.kind, f"gradient of rank {key.kind}")
     if key.section == "rng":
         name, kind = f"rank {key.name}", f"rng {key.kind}"
     about = manifest.params[manifest.param_of[key.name]] if key.section == "params" else None

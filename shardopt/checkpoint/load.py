@@ -12,6 +12,7 @@ from torch import nn
 
 from ..arguments import flag
 from ..domain.param_state import ParamState
+from ..domain.residual import residuals_of
 from ..errors import CheckpointError, ShardoptError
 from ..rules.rule import EMA
 from . import gradients, rng, values
@@ -239,6 +240,8 @@ class Loading:
                     stores.enter_context(domain.epoch.loading())
                     if domain.shards:
                         stores.enter_context(domain.all_or_nothing())
+                for each in (each for domain in self._model.domains for each in residuals_of(domain)):
+                    each.zero()  # before the planned parts are written
                 for item in self.plan.items:
                     for before, read in item.assembly.values(self._checkpoint):
                         item.write(before, read)

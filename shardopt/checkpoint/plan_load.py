@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..domain.param_state import ParamState
+from ..domain.residual import residual_of
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, FP32, BlockFormat, format_of
 from ..rules.rule import EMA
@@ -163,7 +164,10 @@ class LoadPlan:
 
     def _gradients(self, member: ModelParam, saved: str) -> None:
         """Plans to read the gradients that were accumulated since the last step."""
-        kinds = self._accumulated[saved]
+        kinds = set(self._accumulated[saved])
+        if "residual" in kinds:
+            kinds.remove("residual")
+            self._residual(member, saved)
         if not kinds:
             return
         if member.entry is None or member.entry.gradient_slice is None:
@@ -197,6 +201,18 @@ class LoadPlan:
         if kind in own:
             source = {key: StridedBox.of(member.box, self._manifest.tensors[key].strides)}
             self.gradients[member.param] = self._whole(source, member.box, member.param.device)
+
+    def _residual(self, member: ModelParam, saved: str) -> None:
+        """Plans to read this rank's part of what quantized gradients owe; notes a loss if nothing is kept here."""
+        found = residual_of(member.domain, member.entry)
+        if found is None:
+            self.rounded["what quantized gradients owe", FP32.name, "nothing"] += 1
+            return
+        assert member.shard is not None
+        start, values = found
+        strided = StridedBox.of(member.box, member.shard.strides(member.index))
+        sources = self._sources(member, saved, "residual", "gradients")
+        self._read(sources, strided, start, start + values.numel(), writer_of(values))
 
     def _plain(self, sources: Sources, box: ParamBox, to: torch.Tensor) -> None:
         """Plans to read all elements of a tensor that has its own memory on this rank."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..domain.masters import keep_low_bits, take_sources
 from ..domain.param_state import ParamState
+from ..domain.residual import residual_of
 from ..domain.shard import scales_name
 from ..errors import CheckpointError
 from ..kernels.formats import FP32, BlockFormat
@@ -151,6 +152,8 @@ def plan_save(model: Model, world: AnyRanks, arguments: SaveArguments, with_grad
         for member in (model.params.values() if with_gradients else ())
         if (about := _plan_gradient(plan, member)) is not None
     }
+    for member in model.params.values():
+        _plan_residual(plan, member)
     counted = max((about.step for about in plan.params.values()), default=0)
     plan.step = counted if arguments.step is None else arguments.step
     plan.extra = values.encode_dict(arguments.extra, plan.keep, "extra")
@@ -264,6 +267,17 @@ def _plan_gradient(plan: SavePlan, member: ModelParam) -> GradientInfo | None:
     if own is not None:  # accumulated under no_sync()
         plan.add_of_one(TensorKey("gradients", member.box_name, str(plan.world.rank)), own, True)
     return about
+
+
+def _plan_residual(plan: SavePlan, member: ModelParam) -> None:
+    """Plans this rank's part of what quantized gradients owe, which :func:`.residual.settle` has summed over ranks."""
+    found = residual_of(member.domain, member.entry)
+    if found is not None and member.is_planned:
+        assert member.shard is not None
+        start, values = found
+        tensor = TensorInfo(tuple(member.param.shape), member.shard.strides(member.index), torch.float32)
+        key = TensorKey("gradients", member.box_name, "residual")
+        plan.add(key, tensor, start, start + values.numel(), lambda first, last: values[first:last].float())
 
 
 def _plan_slice(plan: SavePlan, member: ModelParam, shard: Shard, kind: str, widens: bool) -> None:

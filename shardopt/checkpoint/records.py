@@ -67,7 +67,7 @@ class TensorKey(NamedTuple):
     @property
     def is_of_one_rank(self) -> bool:
         """True if only one rank has the tensor, so that ranks cannot compare it."""
-        return self.section == "rng" or (self.section == "gradients" and self.kind != "reduced")
+        return self.section == "rng" or (self.section == "gradients" and self.kind not in ("reduced", "residual"))
 
     @property
     def scales(self) -> "TensorKey":

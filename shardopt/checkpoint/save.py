@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..domain.residual import settle
 from ..errors import CheckpointError, ShardoptError, warn
 from . import files, publish
 from .arguments import SaveArguments, check_module, engines_of, read_save_arguments
@@ -117,6 +118,8 @@ def _save(
     model.learn_names(collectives, _PLANNING)
     # Of all ranks: one may have been interrupted in a backward, another one just before.
     lost = any(lost for (lost,) in collectives.world.exchange([model.has_lost_gradients], _PLANNING))
+    for domain in model.domains:
+        settle(domain)
     plan = collectives.together(lambda: plan_save(model, collectives.world, arguments, not lost), _PLANNING)
     join(plan, model, collectives, _PLANNING)
     compared = ("step", "keep", "asynchronous", "full_precision", "allow_nonfinite")

@@ -99,7 +99,7 @@ def _check_in_its_section(manifest: Manifest, key: TensorKey, tensor: TensorInfo
         is_of_experts = manifest.params[manifest.param_of[key.name]].turn is not None
         is_described = is_of_experts or key.name in (manifest.info.gradients or {})
         _demand(is_described, where, key.kind, "a gradient that info describes")
-    else:
+    elif key.kind != "residual":
         _check_rank(manifest, key.kind, where)
     param = manifest.tensors.get(key._replace(section="params", kind="param"))
     fits = param is not None and tensor.shape == param.shape

@@ -10,7 +10,8 @@ Stage = Literal[0, 1, 2, 3]
 Master = Literal["fp32", "split", "split24", "none"]
 StateFormat = Literal["fp32", "bf16", "int8"]  # from exact to coarse
 GradientFormat = Literal["fp32", "bf16"]
-Traffic = Literal["int8"]  # of what travels between ranks
+Traffic = Literal["int8", "int4"]  # of gradients that travel between ranks
+ParamTraffic = Literal["int8"]
 
 
 @dataclass(frozen=True)

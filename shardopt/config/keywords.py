@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .formats import GradientFormat, StateFormat, Traffic
+from .formats import GradientFormat, ParamTraffic, StateFormat, Traffic
 from .offload import Offload
 from .tuning import Tuning
 
@@ -52,8 +52,14 @@ class OptionKeywords(TypedDict, total=False):
     one backward a step.
     """
     reduce_dtype: torch.dtype | Traffic | None
-    """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype). ``"int8"``: in blocks of 256,
-    decoded and summed in fp32 on every connection.
+    """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype). ``"int8"``, ``"int4"``: in blocks of
+    256, decoded and summed in fp32 on every connection.
+    """
+    gather_dtype: ParamTraffic | None
+    """In which params travel to forward and backward at stage 3: ``"int8"`` in blocks of 256, or None: their own."""
+    error_feedback: bool | None
+    """Add what quantizing gradients took from them to those of the next backward: 2 bytes a param on every rank; None:
+    at stages 0 to 2, where ``reduce_dtype`` quantizes.
     """
     compute_dtype: torch.dtype | None
     """Forward and backward of a module with fp32 params run in it; masters keep the fp32 values."""

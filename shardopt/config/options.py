@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments import flag, number, texts, whole, word
 from ..option import Flag, check_fields, option
-from .formats import GradientFormat, Master, Precision, Stage, StateFormat, Traffic
+from .formats import GradientFormat, Master, ParamTraffic, Precision, Stage, StateFormat, Traffic
 from .offload import Offload
 from .tuning import Tuning
 
@@ -99,6 +99,10 @@ def _compute_dtype(value: object, what: str) -> object:
     return value
 
 
+def _gather_dtype(value: object, what: str) -> object:
+    return word(value, what, get_args(ParamTraffic), or_none=", or None for the param's own")
+
+
 def _offload(value: object, what: str) -> object:
     if not isinstance(value, str | os.PathLike | Offload):
         raise TypeError(f"{what} takes 'cpu', a directory or a shardopt.Offload, found {value!r}.")
@@ -156,7 +160,14 @@ class Options:
             for an Inf or NaN in some of them) is refused by name. See docs/stages.md.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
             the gradient's own. ``"int8"``: quantized in blocks of 256 elements, one byte and a 64th an element, and
-            summed in fp32 over NCCL too. They then travel by messages, also between ranks of one machine.
+            summed in fp32 over NCCL too; ``"int4"``: half a byte and a 64th. They travel by messages then, also
+            between ranks of one machine.
+        gather_dtype: in which params travel to a training's passes at stage 3. ``"int8"``: quantized in blocks of 256
+            elements, one byte and a 64th an element; every rank computes with what arrives, and the slices stay as they
+            are. None: the param's own.
+        error_feedback: add what quantizing took from a gradient to that of the next backward, so that over steps
+            nothing is lost: 2 bytes a param on every rank, whatever the number of ranks. None: at stages 0 to 2, where
+            ``reduce_dtype`` quantizes.
         compute_dtype: bf16 or fp16, for a module that is handed over with fp32 params: forward and backward run in it.
             When the optimizer binds, the params that train become of this dtype, and their masters have the fp32 values
             that they had: the bits are those of a low-precision model with fp32 masters that starts from these values.
@@ -238,9 +249,21 @@ class Options:
     )
     reduce_dtype: torch.dtype | Traffic | None = option(
         None,
-        'in which gradients travel; they are summed in fp32 (by NCCL: in this dtype). `"int8"`: in blocks of 256, '
-        "decoded and summed in fp32 on every connection ([quantized traffic](traffic.md))",
+        'in which gradients travel; they are summed in fp32 (by NCCL: in this dtype). `"int8"`, `"int4"`: in blocks of '
+        "256, decoded and summed in fp32 on every connection ([quantized traffic](traffic.md))",
         _reduce_dtype,
+    )
+    gather_dtype: ParamTraffic | None = option(
+        None,
+        'in which params travel to forward and backward at stage 3: `"int8"` in blocks of 256, or None: their own '
+        "([quantized traffic](traffic.md#params))",
+        _gather_dtype,
+    )
+    error_feedback: bool | None = option(
+        None,
+        "add what quantizing gradients took from them to those of the next backward: 2 bytes a param on every rank; "
+        "None: at stages 0 to 2, where `reduce_dtype` quantizes ([quantized traffic](traffic.md#error-feedback))",
+        flag,
     )
     compute_dtype: torch.dtype | None = option(
         None,
@@ -288,6 +311,16 @@ class Options:
                 "gradients, so reduce_dtype would have no effect."
             )
         self._check_precision()
+        if self.error_feedback and not isinstance(self.reduce_dtype, str):
+            raise ValueError(
+                "give reduce_dtype='int8' or 'int4', or omit error_feedback=True: gradients travel "
+                "unquantized, so nothing is taken from them that could be added later, and it would have no effect."
+            )
+        if self.gather_dtype is not None and self.stage < 3:
+            raise ValueError(
+                f"give stage=3, or omit gather_dtype={self.gather_dtype!r}: at stage {self.stage} the next update "
+                "starts from the whole params that ranks hold, and what rounding takes from these would add up."
+            )
         self._check_offload()
         if self.release_gradients:
             self._check_release()
@@ -367,6 +400,16 @@ class Options:
         if self.compute_dtype is None:
             return None
         return Precision(self.compute_dtype, self.cast_inputs, self.output_dtype, self.keep_fp32)
+
+    @property
+    def feeds_back(self) -> bool:
+        """True if what quantizing takes from gradients is kept for the next backward."""
+        return self.feeds_back_at(self.stage)
+
+    def feeds_back_at(self, stage: int) -> bool:
+        """True if it would be kept at this stage."""
+        asked = stage < 3 if self.error_feedback is None else self.error_feedback
+        return asked and isinstance(self.reduce_dtype, str)
 
     @property
     def offload_options(self) -> Offload | None:

@@ -25,13 +25,14 @@ from .shard import Shard
 from .tiers import make_store
 
 if TYPE_CHECKING:
+    from ..kernels.formats import BlockFormat
     from ..offload.gradients import HostLanding
-    from ..partition.comm.all_gather import Window
-    from ..partition.comm.reduce_scatter import Code
+    from ..partition.comm.all_gather import ShardCode, Window
     from ..partition.layout import BucketLayout
     from ..partition.unit import ParamShard
     from .bucket_plan import PlannedBucket
     from .domain import Domain
+    from .gradient_code import GradientCode
 
 Waiting = Mapping[torch.nn.Parameter, ParamState]
 Fresh = Collection[torch.Tensor]
@@ -45,6 +46,7 @@ class AllocatedBucket:
         entries: the records of its params; empty if they are frozen.
         sums: of their gradients, where the module was handed over.
         own: this rank's slice of the params apart from the bucket, at stage 3.
+        code: the form in which params travel in a pass, at stage 3; None: as they are.
         window: on the params, once ranks are connected.
         sums_window: on the sums; None: no other rank reads them.
     """
@@ -53,6 +55,7 @@ class AllocatedBucket:
     entries: tuple[ParamRecord, ...] = ()
     sums: GradientBucket | None = None
     own: ParamShard | None = None
+    code: ShardCode | None = None
     window: Window | None = None
     sums_window: Window | None = None
 
@@ -96,7 +99,9 @@ def allocate(
             entry.load_counters(state)
             entry.note_loaded(state)
     sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
-    return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard() if planned.shards_params else None)
+    if not planned.shards_params:
+        return AllocatedBucket(shard, tuple(entries), sums)
+    return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard(), _param_code(domain, shard))
 
 
 def allocate_frozen(
@@ -117,7 +122,7 @@ def allocate_frozen(
     store = domain.store_for(bucket.device) if is_offloaded else make_store(None, domain.options.tuning, bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded, exact, exact is not None)
     undo.callback(shard.home.release)
-    return AllocatedBucket(shard, own=shard.make_param_shard())
+    return AllocatedBucket(shard, own=shard.make_param_shard(), code=_param_code(domain, shard))
 
 
 def _bucket(
@@ -164,12 +169,28 @@ def _sums(
         undo.callback(landing.give_back, sink.total)
     asked = options.reduce_dtype
     reduced = shard.bucket.dtype if asked is None or isinstance(asked, str) else asked
-    make_code = partial(_code, dtype=reduced, asked=asked, device=shard.device) if isinstance(asked, str) else None
-    return GradientBucket(planned.layout, reduced, shard.device, mesh, sink, make_code if mesh.first.size > 1 else None)
+    make_code = None
+    if isinstance(asked, str) and mesh.first.size > 1:
+        make_code = partial(_gradient_code, domain, reduced, TRAFFIC_FORMATS[asked], shard.device)
+    return GradientBucket(planned.layout, reduced, shard.device, mesh, sink, make_code)
 
 
-def _code(layout: BucketLayout, dtype: torch.dtype, asked: str, device: torch.device) -> Code:
+def _param_code(domain: Domain, shard: Shard) -> ShardCode | None:
+    asked, ranks = domain.options.gather_dtype, domain.mesh.shard
+    if asked is None or ranks.size == 1:
+        return None
+    from .param_code import ParamCode
+
+    bucket = shard.bucket
+    return ParamCode(bucket.layout, ranks.rank, bucket.dtype, TRAFFIC_FORMATS[asked], bucket.device)
+
+
+def _gradient_code(
+    domain: Domain, dtype: torch.dtype, format: BlockFormat, device: torch.device, layout: BucketLayout
+) -> GradientCode:
     # Loaded where it is asked for: a fresh process imports no more than it uses.
     from .gradient_code import GradientCode
+    from .residual import Residual
 
-    return GradientCode(layout, dtype, TRAFFIC_FORMATS[asked], device)
+    residual = Residual(layout, domain.mesh.first, device) if domain.options.feeds_back else None
+    return GradientCode(layout, dtype, format, device, residual)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,9 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
     reducer = None if options.module is None else Reducer(mesh, shards, replicas, is_coded)
     sharded = None
     if domain.shards_params:
-        # Offloaded params lie in no memory that other ranks could read.
-        transport = Transport(mesh.shard, device) if domain.offloads_params(device) else shards
+        # Offloaded params lie in no memory that other ranks could read, and encoded ones are messages.
+        is_apart = domain.offloads_params(device) or options.gather_dtype is not None
+        transport = Transport(mesh.shard, device) if is_apart else shards
         shared = domain.leader.gatherer if domain.leader is not None else None
         if shared is None:
             # With a norm_group, backwards of other micro-batches of a pipeline follow.
@@ -66,4 +68,4 @@ def open_windows(links: Links, made: Sequence[AllocatedBucket]) -> None:
     for each in made:
         if each.own is not None:
             assert links.sharded is not None
-            each.window = links.sharded.window(each.shard.bucket, each.own)
+            each.window = replace(links.sharded.window(each.shard.bucket, each.own), code=each.code)

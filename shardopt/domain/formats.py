@@ -12,7 +12,7 @@ import torch
 
 from ..config.formats import StateFormat
 from ..errors import BindingError
-from ..kernels.formats import BF16, BF16_DITHERED, FP32, SIGNED8, SPLIT, SPLIT24, UNSIGNED8
+from ..kernels.formats import BF16, BF16_DITHERED, FP32, SIGNED4, SIGNED8, SPLIT, SPLIT24, UNSIGNED8
 from ..rules.rule import EMA
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _STATES: Mapping[str, tuple[Format, Format]] = {
     "int8": (SIGNED8, UNSIGNED8),
 }
 _GRADIENTS = {"fp32": FP32, "bf16": BF16}
-TRAFFIC_FORMATS = {"int8": SIGNED8}  # of gradients on the wire
+TRAFFIC_FORMATS = {"int8": SIGNED8, "int4": SIGNED4}  # of what is quantized on the wire
 _MASTERS = {"fp32": FP32, "split": SPLIT, "split24": SPLIT24, "none": None}
 
 

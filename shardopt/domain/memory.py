@@ -86,6 +86,8 @@ def _add_reducer(found: dict[str, Counter[str]], domain: Domain, sums: str) -> N
     reducer = domain.reducer
     if reducer is not None:
         found["gradient"][sums] += sum(each.nbytes for bucket in reducer.buckets for each in bucket.sink.tensors)
+        codes = (bucket.code for bucket in reducer.buckets if bucket.code is not None)
+        found["gradient"]["device"] += sum(each.nbytes for code in codes for each in code.tensors)
         found["buffer"]["device"] += sum(each.nbytes for each in reducer.buffers)
     if domain.landing is not None:
         found["buffer"]["device"] += domain.landing.slot_bytes

@@ -68,8 +68,8 @@ class ShardedAdamW(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
@@ -110,8 +110,8 @@ class ShardedAdam(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
@@ -149,8 +149,8 @@ class ShardedSGD(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedSGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -185,8 +185,8 @@ class ShardedAdagrad(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdagrad(model.parameters(), lr=0.01)
@@ -222,8 +222,8 @@ class ShardedRMSprop(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRMSprop(model.parameters(), lr=0.01, momentum=0.9, centered=True)
@@ -260,8 +260,8 @@ class ShardedNAdam(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedNAdam(model.parameters(), lr=2e-3)
@@ -298,8 +298,8 @@ class ShardedRAdam(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRAdam(model.parameters(), lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True)
@@ -334,8 +334,8 @@ class ShardedAdamax(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamax(model.parameters(), lr=2e-3)
@@ -370,8 +370,8 @@ class ShardedAdadelta(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdadelta(model.parameters(), rho=0.95)
@@ -406,8 +406,8 @@ class ShardedASGD(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedASGD(model.parameters(), lr=0.01, t0=1000)
@@ -442,8 +442,8 @@ class ShardedRprop(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRprop(model.parameters(), lr=0.01)
@@ -482,8 +482,8 @@ class ShardedLion(ShardedOptimizer):
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, compute_dtype=None, cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None,
-    tuning=Tuning().
+    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
+    keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedLion(model.parameters(), lr=1e-4, weight_decay=0.1)

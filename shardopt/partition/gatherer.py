@@ -90,6 +90,7 @@ class Gatherer:
         unit = self.units.setdefault(unit.name, unit)
         self._reshard(unit)  # its other buckets may still be gathered
         unit.buckets.append(GatheredBucket(bucket, own, window, unit))
+        unit.has_code |= window.code is not None
         self.orders.forget_schedules()
         return unit.buckets[-1]
 
@@ -107,19 +108,19 @@ class Gatherer:
         call ``done``.
         """
         self._advance_to(unit)
-        self._gather_now(unit)
+        self._gather_now(unit, self._pass is not None and self._pass.is_traced)
         if self._freed:
             self._give_pages_back()
 
     def need(self, unit: Unit) -> None:
-        """Gathers a unit like ``use``, outside of the order of uses that ranks compare, and shows all of it."""
-        self._gather_now(unit)
+        """Gathers a unit like ``use``, outside of the order of uses that ranks compare, and shows all of it, exact."""
+        self._gather_now(unit, may_be_coded=False)
         self.show(unit)
 
-    def _gather_now(self, unit: Unit) -> None:
+    def _gather_now(self, unit: Unit, may_be_coded: bool) -> None:
         if self._alone is None and self.writes.written:
             self.writes.after_writes()
-        self._unshard(unit)
+        self._unshard(unit, may_be_coded)
         if unit.state is not UnitState.UNSHARDED:
             self._wait_for_unshard(unit)
         unit.users += 1  # last: after an error the unit has no user
@@ -205,13 +206,21 @@ class Gatherer:
                 each.window = replace(each.window, flat=each.bucket.flat)
         self.done(unit, reshard=True)
 
-    def _unshard(self, unit: Unit) -> None:
-        """Starts to gather a unit."""
+    def _unshard(self, unit: Unit, may_be_coded: bool = False) -> None:
+        """Starts to gather a unit.
+
+        Args:
+            may_be_coded: True in what trains. What is evaluated, read, saved or written back is exact.
+        """
         self._gathered[unit] = self._gathered.pop(unit, None)  # now the most recently used
         if self._outlives_backward:
             unit.is_pinned |= self.keeps_until_step(unit)
-        if unit.state is not UnitState.SHARDED:
-            return
+        is_sharded = unit.state is UnitState.SHARDED
+        if not is_sharded:
+            if may_be_coded or not unit.is_coded:
+                return
+            self._wait_for_unshard(unit)  # and then the exact values follow, into the same memory
+        is_coded = may_be_coded and unit.has_code and self._alone is None
         gathering = (
             unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
             if self._alone is None
@@ -219,20 +228,25 @@ class Gatherer:
         )
         try:
             for each in unit.buckets:
-                each.bucket.allocate(self._pages_for(each.bucket))
+                if is_sharded:
+                    each.bucket.allocate(self._pages_for(each.bucket))
                 each.param_shard.read(each.bucket.shard(unit.transport.ranks.rank))
+                if is_coded:
+                    each.encode()
         except BaseException:  # the slice is read from a disk
-            for each in unit.buckets:
-                each.bucket.drop()
-            self._gathered.pop(unit)
+            if is_sharded:
+                for each in unit.buckets:
+                    each.bucket.drop()
+                self._gathered.pop(unit)
             raise
         # Set before the gather starts: after an error in the middle, memory is freed only once what was started has
         # arrived.
-        unit.gathering, unit.state = gathering, UnitState.UNSHARDING
+        unit.gathering, unit.state, unit.is_coded = gathering, UnitState.UNSHARDING, is_coded
         with label("gather", unit.display_name):
             for each in unit.buckets:
-                gathering.start(each.window)
-                unit.transport.traffic.params += each.window.nbytes_received
+                window = each.messages or each.window
+                gathering.start(window)
+                unit.transport.traffic.params += window.nbytes_received
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is not UnitState.UNSHARDING:
@@ -242,6 +256,9 @@ class Gatherer:
             if unit.gathering.ends:  # none on one rank
                 with self.waiting(unit.display_name):
                     unit.gathering.finish()
+            if unit.is_coded:
+                for each in unit.buckets:
+                    each.decode()
         except BaseException as error:
             # The memory is not freed: what other ranks have sent may still arrive there.
             unit.gathering, unit.state = None, UnitState.SHARDED
@@ -394,7 +411,7 @@ class Gatherer:
         """Issues the gathers of a use, and reshards what it does not list."""
         self._reshard_all_but((*use.here, *now.joined), keeps_pages=True)
         for name in (use.unit, *use.ahead):
-            self._unshard(self.units[name])
+            self._unshard(self.units[name], now.is_traced)
 
     def keeps_until_step(self, unit: Unit) -> bool:
         """True if a unit, once it is gathered, stays until the step."""

@@ -156,7 +156,11 @@ class PassingSum(Sink):
 
 
 class GradientBucket:
-    """The layout of one bucket's gradients in a reduction buffer, and the sink of their sum."""
+    """The layout of one bucket's gradients in a reduction buffer, and the sink of their sum.
+
+    Attributes:
+        code: the form in which they travel; None: as they are.
+    """
 
     def __init__(
         self,
@@ -181,7 +185,7 @@ class GradientBucket:
         self.dtype, self.device, self.sink = dtype, device, sink
         self.offsets, self.buffer_numel = layout.offsets, layout.numel
         self._slice_numel = layout.shard_numel
-        self._code = None if make_code is None else make_code(layout)
+        self.code = None if make_code is None else make_code(layout)
         self.num_params = len(self.offsets) - 1
 
     def reduction(self, buffer: torch.Tensor, add: bool, arrived: AbstractSet[int]) -> Reduction:
@@ -191,15 +195,15 @@ class GradientBucket:
             arrived: params of which this rank has a gradient in it.
         """
         plain = self.sink.reduction(buffer[: self.buffer_numel], add)
-        if self._code is None:
+        if self.code is None:
             return plain
-        return CodedReduction(plain.buffer, plain.target, plain.add, self._code, arrived)
+        return CodedReduction(plain.buffer, plain.target, plain.add, self.code, arrived)
 
     @property
     def blank(self) -> Blank:
         """The size of the bucket's reduction over the first direction of the mesh."""
-        if self._code is not None:
-            numel, slices = self._code.message_bytes, self.buffer_numel // max(self._slice_numel, 1)
+        if self.code is not None:
+            numel, slices = self.code.message_bytes, self.buffer_numel // max(self._slice_numel, 1)
             return Blank(numel * slices, numel, torch.uint8, self.device)
         return Blank(self.buffer_numel, self._slice_numel, self.dtype, self.device)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .streams import last_used
+
 if TYPE_CHECKING:
     from .bucket import Bucket
     from .comm.all_gather import AllGather, Window
@@ -60,12 +62,30 @@ class UnitState(Enum):
 
 @dataclass(eq=False)
 class GatheredBucket:
-    """A bucket of a unit, and this rank's slice of it."""
+    """A bucket of a unit, and this rank's slice of it.
+
+    Attributes:
+        window: on the bucket's buffer; the ranks' own slices lie elsewhere.
+        messages: the window that fills while the unit is gathered, where slices travel encoded; None: ``window`` does.
+    """
 
     bucket: Bucket
     param_shard: ParamShard
-    window: Window  # on the bucket's buffer; the ranks' own slices lie elsewhere
+    window: Window
     unit: Unit
+    messages: Window | None = None
+
+    def encode(self) -> None:
+        """Makes the message of this rank's slice, which is in its place in the bucket, to be gathered in its stead."""
+        if self.window.nbytes_received:
+            self.messages = self.window.encoded(self.unit.transport.ranks.rank)
+
+    def decode(self) -> None:
+        """Fills the bucket with what was gathered; the current stream has waited for it."""
+        messages, self.messages = self.messages, None
+        if messages is not None:
+            self.window.decode(messages)
+            last_used(messages.flat)  # the gather may have been started on another stream
 
 
 @dataclass(eq=False)
@@ -82,6 +102,8 @@ class Unit:
         is_pinned: True if it stays gathered that long.
         called: the name of the module that a script calls, with this unit in it. Each has passes of its own.
         gathering: the all-gather that was started and not waited for.
+        has_code: True if its slices travel encoded to what trains.
+        is_coded: True if its buckets hold, or will hold, what quantizing left of the slices.
     """
 
     name: str
@@ -95,6 +117,8 @@ class Unit:
     is_pinned: bool = False
     called: str = ""
     gathering: AllGather | None = None
+    has_code: bool = False
+    is_coded: bool = False
 
     @cached_property
     def display_name(self) -> str:

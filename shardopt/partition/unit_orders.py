@@ -39,7 +39,9 @@ class ModelPass:
     uses: tuple[Use, ...] = ()  # of the schedule
     called: str = ""  # the name of the called module
     at: int = 0  # the first of ``uses`` that has not begun
-    is_traced: bool = True  # its order counts: what ranks do in ``unsharded()`` or to evaluate may differ
+    # Its order counts, and units may be gathered as quantizing leaves them: it trains. What ranks do in ``unsharded()``
+    # or to evaluate may differ, and is exact.
+    is_traced: bool = True
     order: list[str] = field(default_factory=list)  # of the units that were used
     joined: list[str] = field(default_factory=list)  # units that were gathered for the other ranks, and not used
     past: list[str] = field(default_factory=list)  # units that this rank uses no more, or omitted

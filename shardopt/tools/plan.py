@@ -131,8 +131,13 @@ class Planner:
         laid, asked = self._layout.stage(way, stage), self._options.reduce_dtype
         reduced = way.seen if asked is None or isinstance(asked, str) else asked  # in buffers
         sent = itemsize_of(TRAFFIC_FORMATS[asked]) if isinstance(asked, str) else reduced.itemsize
-        kinds = bytes_of(laid, way, reduced, self._options.tuning)
-        wire = wire_of(laid, way, sent, self._cut)
+        packed = self._options.gather_dtype
+        gathered = way.seen.itemsize if packed is None else itemsize_of(TRAFFIC_FORMATS[packed])
+        owed = way.has_module and self._options.feeds_back_at(way.stage)
+        kinds = bytes_of(laid, way, reduced, self._options.tuning, owed)
+        if packed is not None:  # a unit's messages lie beside it until they are decoded
+            kinds["window"]["device"] += int(laid.window / way.seen.itemsize * gathered)
+        wire = wire_of(laid, way, sent, gathered, self._cut)
         numel = sum(domain.numel for domain in laid.domains.values())
         matrices = sum((domain.matrices for domain in laid.domains.values() if way.stage), NO_MATRICES)
-        return Need(way, kinds, formula(way, laid), moved_of(kinds, way, wire), wire, numel, self._cut, matrices)
+        return Need(way, kinds, formula(way, laid, owed), moved_of(kinds, way, wire), wire, numel, self._cut, matrices)

@@ -23,11 +23,18 @@ if TYPE_CHECKING:
     from .plan_layout import EqualBuckets, StageLayout
     from .ways import Tier, Way
 
-_FP32 = 4
+_FP32, _RESIDUAL = 4, 2
 
 
-def bytes_of(laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning) -> dict[str, dict[str, int]]:
-    """Returns the bytes by kind and tier. ``reduced``: the dtype in which gradients travel."""
+def bytes_of(
+    laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning, feeds_back: bool
+) -> dict[str, dict[str, int]]:
+    """Returns the bytes by kind and tier.
+
+    Args:
+        reduced: the dtype of buffers of gradients.
+        feeds_back: what quantizing takes from gradients is kept.
+    """
     kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
 
     def add(kind: str, tier: str, nbytes: int) -> None:
@@ -50,6 +57,10 @@ def bytes_of(laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning) 
                 # Copies of one shard sum its gradients in equal parts.
                 sums = BucketLayout((shard,), copies).numel * bucket.formats.gradient.itemsize
                 add("gradient", _tier_of_sums(way), 0 if way.release_gradients else count * sums)
+                # Of the buffer: at stage 0 a sum that is used at once is not cut into slices.
+                slices = 1 if way.release_gradients and copies > 1 else ranks
+                owed = bucket.layout.over(slices).numel * _RESIDUAL if feeds_back and ranks > 1 else 0
+                add("gradient", "device", count * owed)
         if way.has_module:
             slots = _slots(buckets, reduced, ranks) if way.sums_rest else 0
             add("buffer", "device", _under_way(buckets, reduced, ranks) + slots)
@@ -63,7 +74,7 @@ def bytes_of(laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning) 
     return kinds
 
 
-def formula(way: Way, laid: StageLayout) -> str:
+def formula(way: Way, laid: StageLayout, feeds_back: bool) -> str:
     """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something."""
     stage, kept = ZeroStage(way.stage), laid.kept
     gradient = 0 if way.release_gradients else kept.gradient.itemsize, way.stage > 0
@@ -73,7 +84,7 @@ def formula(way: Way, laid: StageLayout) -> str:
     sizes: list[tuple[str, float, bool]] = [
         ("device", _FP32 if stage.shards_params and way.compute_dtype else way.seen.itemsize, stage.shards_params)
     ]
-    sizes += [(_tier_of_sums(way), *gradient)]
+    sizes += [(_tier_of_sums(way), *gradient), ("device", _RESIDUAL if feeds_back else 0, False)]
     sizes += [(way.tier, itemsize_of(kept.master), stage.shards_states)]
     sizes += [
         (way.tier, laid.shares[name] * itemsize_of(format), stage.shards_states) for name, format in kept.states.items()

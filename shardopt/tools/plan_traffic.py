@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 _BF16 = 2
 
 
-def wire_of(laid: StageLayout, way: Way, reduced: float, cut: Cut) -> dict[str, int]:
+def wire_of(laid: StageLayout, way: Way, reduced: float, gathered: float, cut: Cut) -> dict[str, int]:
     """Returns the bytes that one rank receives, by the ranks among which they move ("data", "experts").
 
     Args:
-        reduced: bytes of one element of a gradient that travels.
+        reduced, gathered: bytes of one element that travels: of a gradient, of a param to a forward at stage 3.
     """
     return {
-        name: _received(domain, way, laid.kept.gradient.itemsize, reduced, cut) + _in_slices(domain, way)
+        name: _received(domain, way, laid.kept.gradient.itemsize, reduced, gathered, cut) + _in_slices(domain, way)
         for name, domain in laid.domains.items()
     }
 
@@ -38,7 +38,7 @@ def moved_of(kinds: Mapping[str, Mapping[str, int]], way: Way, wire: Mapping[str
     }
 
 
-def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: float, cut: Cut) -> int:
+def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: float, gathered: float, cut: Cut) -> int:
     """Returns the bytes that one rank receives for gradients and params; an all-reduce moves 2 (ranks - 1) / ranks.
 
     Every micro-batch is reduced, unless all are reduced at once. At stage 3 every unit is gathered for the forward and
@@ -60,7 +60,7 @@ def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: float, cu
     sharded = sum(
         sum(bucket.layout.numels) * count for bucket, count in domain.buckets if way.stage == 3 and bucket.shards_params
     )
-    moved = domain.numel * gradients + (domain.numel - sharded) * params + domain.gathered * size
+    moved = domain.numel * gradients + (domain.numel - sharded) * params + domain.gathered * gathered
     return int(moved) * (domain.ranks - 1) // domain.ranks
 
 

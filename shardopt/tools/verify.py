@@ -47,7 +47,8 @@ class Difference:
         found: its difference then, as ``largest``.
         way: the keywords of the way.
         loss: how much the last loss on this rank is above torch's, as a share of torch's.
-        is_expected: True for formats that torch lacks: states below fp32, or masters of low-precision params.
+        is_expected: True for formats that torch lacks: states below fp32, masters of low-precision params, quantized
+            traffic.
     """
 
     stage: int
@@ -274,7 +275,8 @@ def _compare(
             first = step + 1, over, shares[over]
     described = ", ".join(f"{key}={value!r}" for key, value in way.items())
     is_low = any(value.dtype is not torch.float32 for value in start.values())
-    is_expected = is_low or way.get("state_format", "fp32") != "fp32"
+    is_quantized = isinstance(way.get("reduce_dtype"), str) or way.get("gather_dtype") is not None
+    is_expected = is_low or is_quantized or way.get("state_format", "fp32") != "fp32"
     largest = max(shares.values(), default=0.0)
     return Difference(stage, largest, *first, described, above, is_expected)
 

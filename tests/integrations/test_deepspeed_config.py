@@ -216,6 +216,15 @@ def test_auto() -> None:
         from_deepspeed_config(config, module, auto={"zero_optimization.stage": 2})
 
 
+def test_quantized_traffic() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    config = {"optimizer": {"type": "Adam", "params": {}}, "zero_optimization": zero}
+    config |= {"train_micro_batch_size_per_gpu": 1}
+    with quiet():
+        run = from_deepspeed_config(config, Net())
+    assert (run.optimizer.options.reduce_dtype, run.optimizer.options.gather_dtype) == ("int4", "int8")
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "OneBitAdam"),
     ({"optimizer": {"type": "AdamW", "params": {"freeze_step": 3}}}, "freeze_step"),
@@ -236,7 +245,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sparse_gradients": True}, "sparse_gradients"),
     ({"communication_data_type": "fp8"}, "communication_data_type"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'grad_accum_dtype="bf16".*bf16 params'),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+    ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights.*stage 3"),
+    ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_nontrainable_weights"),
+    (
+        {"communication_data_type": "fp32", "zero_optimization": {"zero_quantized_gradients": True}},
+        "communication_data_type",
+    ),
     ({"zero_optimization": {"stage": 5}}, "stage=5"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "tape"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "without nvme_path"),

@@ -70,7 +70,7 @@ FEATURES = (
         (
             (
                 "        pending = self._ranks.exchange_slices(",
-                "        self._ranks.wait(self._ranks.exchange_slices(slices, others, self._tag(), PHASE))\n"
+                "        self._ranks.wait(self._ranks.exchange_slices(own, others, self._tag(), PHASE))\n"
                 "        pending = self._ranks.exchange_slices(",
             ),
         ),

@@ -62,6 +62,8 @@ OPTIONS = {
     "max_grad_norm": NONE | POSITIVE | {"inf"},
     "release_gradients": {"0"},  # without the module
     "reduce_dtype": NONE,
+    "gather_dtype": NONE,
+    "error_feedback": NONE | {"0"},  # without a quantized reduce_dtype
     "compute_dtype": NONE,
     "cast_inputs": {"True", *ONE},  # False has no effect without compute_dtype
     "output_dtype": NONE,

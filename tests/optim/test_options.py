@@ -44,6 +44,8 @@ OTHERS: dict[type[Any], dict[str, Any]] = {
         "cast_inputs": False,
         "output_dtype": torch.float32,
         "keep_fp32": ("weight",),
+        "gather_dtype": "int8",
+        "error_feedback": True,
         "offload": "cpu",
         "tuning": Tuning(seed=1),
     },
@@ -70,7 +72,13 @@ def other(options: type[Any], name: str, default: Any) -> Any:
 
 
 # What all ranks give besides, where the other value needs it.
-BESIDES: dict[str, dict[str, Any]] = {"gradients": {"stage": 2}, "params": {"stage": 3}, "norm_group": {"module": None}}
+BESIDES: dict[str, dict[str, Any]] = {
+    "gradients": {"stage": 2},
+    "params": {"stage": 3},
+    "norm_group": {"module": None},
+    "gather_dtype": {"stage": 3},
+    "error_feedback": {"reduce_dtype": "int8"},
+}
 PRECISION = ("compute_dtype", "cast_inputs", "output_dtype", "keep_fp32")
 BESIDES |= {name: {"compute_dtype": torch.bfloat16} for name in PRECISION}
 

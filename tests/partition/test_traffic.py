@@ -123,7 +123,7 @@ class Way:
     handed_over: bool = True
 
     def planned(self, model: nn.Module, optimizer: Any) -> float:
-        options = {name: value for name, value in dict(self.options).items() if name != "reduce_dtype"}
+        options = {name: value for name, value in dict(self.options).items() if not name.endswith("_dtype")}
         way = Planned(self.stage, self.handed_over, self.dtype, **options)
         cut = Cut(micro_batches=len(self.syncs), at_once=self.stage < 2 and len(self.syncs) > 1)
         return planned_units(model, optimizer, way, cut)
@@ -139,7 +139,7 @@ WAYS = (
     Way(4, 2, 2, {"reduce_dtype": torch.float32}, dtype=LOW),
     Way(2, 4, 2, {"reduce_dtype": LOW}, {"neighbours": False}),
     Way(1 + 4 / 256, 4, 2, {"reduce_dtype": "int8"}, {"neighbours": False}),
-    Way(1 + 4 / 256, 2, 1, {"reduce_dtype": "int8"}, dtype=LOW),
+    Way(1 / 2 + 4 / 256, 4, 1, {"reduce_dtype": "int4"}),
     # Under no_sync(), ours or DDP's, stages 0 and 1 move nothing; stage 2 reduces every backward.
     Way(4 + 4, 0, 0, syncs=PAUSES),
     Way(4, 4, 1, syncs=PAUSES, wrapped=True),
@@ -157,6 +157,7 @@ WAYS = (
     # A bucket a module: gathered for forward and for backward, or once where it stays.
     Way(4, 8, 3, tuning={"live_bytes": 0, **EACH_MATRIX}),
     Way(4, 8, 3, tuning={"live_bytes": 0, "neighbours": False, **EACH_MATRIX}),
+    Way(4, 2 + 8 / 256, 3, {"gather_dtype": "int8"}, {"live_bytes": 0, **EACH_MATRIX}),
     Way(4, 4, 3, tuning={"live_bytes": 1 << 30, **EACH_MATRIX}),
     Way(2, 4, 3, tuning={"live_bytes": 0, **EACH_MATRIX}, dtype=LOW),
     Way(3 * 4, 3 * 8, 3, tuning={"live_bytes": 0, **EACH_MATRIX}, syncs=PAUSES, wrapped=True),

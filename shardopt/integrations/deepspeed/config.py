@@ -38,6 +38,7 @@ from .sections import (
     SECTIONS,
     batch_of,
     clip_of,
+    gather_dtype_of,
     gradient_format_of,
     offload_of,
     precision_of,
@@ -168,6 +169,7 @@ def _options_of(keys: Keys, module: nn.Module, dtype: torch.dtype | None, first:
         "tuning": tuning_of(keys, module, dtype or first.dtype),
         "max_grad_norm": clip_of(keys),
         "reduce_dtype": reduce_dtype_of(keys),
+        "gather_dtype": gather_dtype_of(keys, stage),
         "gradient_format": gradient_format_of(keys, dtype),
         **offload_of(keys, stage, first.device),
     }

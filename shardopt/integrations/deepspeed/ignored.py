@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .keys import Keys, Kind
 
 _ZERO = "zero_optimization"
-_QUANTIZED = "nothing is quantized on the way"
 
 
 def check_rest(keys: Keys) -> None:
@@ -128,10 +127,12 @@ _OTHER_RESULTS = {
 }
 # Quantization, and splits of the model itself: (kind, the largest value that is off, the error for a larger one).
 _NEVER: dict[str, tuple[Kind, Any, str]] = {
-    f"{_ZERO}.zero_quantized_weights": (flag, False, _QUANTIZED),
-    f"{_ZERO}.zero_quantized_gradients": (flag, False, _QUANTIZED),
-    f"{_ZERO}.zero_quantized_nontrainable_weights": (flag, False, _QUANTIZED),
-    f"{_ZERO}.enable_mixed_precision_lora": (flag, False, _QUANTIZED),
+    f"{_ZERO}.zero_quantized_nontrainable_weights": (
+        flag,
+        False,
+        "frozen params are kept as they are; zero_quantized_weights quantizes them on the way",
+    ),
+    f"{_ZERO}.enable_mixed_precision_lora": (flag, False, "frozen params are kept as they are"),
     "pipeline.stages": (count, 1, "give the params of each stage to an optimizer with norm_group="),
     "sequence_parallel_size": (count, 1, "shard the sequence in the model"),
     "tensor_parallel.autotp_size": (count, 1, "make params DTensors with torch's parallelize_module"),

@@ -121,9 +121,22 @@ def clip_of(keys: Keys) -> float | None:
     return clip if clip > 0 else None
 
 
-def reduce_dtype_of(keys: Keys) -> torch.dtype | None:
-    """Returns the dtype in which gradients are reduced."""
+def gather_dtype_of(keys: Keys, stage: int) -> str | None:
+    """Returns the form in which params travel at stage 3; None: their own dtype."""
+    path = f"{_ZERO}.zero_quantized_weights"
+    is_quantized = keys.take(path, flag, False)
+    if is_quantized and stage < 3:
+        keys.refuse(path, is_quantized, "at stage 3 it is")
+    return "int8" if is_quantized and stage == 3 else None
+
+
+def reduce_dtype_of(keys: Keys) -> torch.dtype | str | None:
+    """Returns the dtype in which gradients are reduced; "int4" if they are quantized, as there."""
     asked = keys.take("communication_data_type", text)
+    if keys.take(f"{_ZERO}.zero_quantized_gradients", flag, False):
+        if asked is not None:
+            keys.refuse("communication_data_type", asked, "without zero_quantized_gradients it is")
+        return "int4"
     if keys.take("fp32_allreduce", flag, False) and asked is None:
         asked = "fp32"
     if asked is not None and asked not in _DTYPES:

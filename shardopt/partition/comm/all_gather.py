@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,20 @@ FIRST_TAG = 1 << 30
 CAST_NUMEL = 1 << 16  # elements of another dtype that are read at a time: they stay in the cache until they are cast
 
 
+class ShardCode(Protocol):
+    """The form in which the shards of one window travel, where they do not travel as they are."""
+
+    @property
+    def message_bytes(self) -> int:
+        """The bytes that travel for one shard."""
+
+    def encode(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns the message of this rank's shard: 1D uint8."""
+
+    def decode_into(self, shard: torch.Tensor, message: torch.Tensor) -> None:
+        """Fills a shard with what its message holds."""
+
+
 @dataclass(frozen=True)
 class Window:
     """A buffer of which every rank owns one shard, and the addresses of the other ranks' buffers."""
@@ -33,9 +47,27 @@ class Window:
     # By rank: process number, address of its buffer; empty if ranks do not read each other's memory.
     peers: tuple[tuple[int, int], ...] = ()
     kept: torch.dtype | None = None  # of the shards as they lie in the peers' memory; None: as they travel, flat's
+    code: ShardCode | None = None  # the form in which shards may travel; None: as they are
 
     def shard(self, rank: int) -> torch.Tensor:
         return self.flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+    def encoded(self, rank: int) -> Window:
+        """Returns the window of messages, in which this rank's shard has its place, as :attr:`code` encodes it."""
+        assert self.code is not None
+        nbytes = self.code.message_bytes
+        messages = torch.empty(
+            self.flat.numel() // self.shard_numel * nbytes, dtype=torch.uint8, device=self.flat.device
+        )
+        found = Window(messages, nbytes, self.number)
+        found.shard(rank).copy_(self.code.encode(self.shard(rank)))
+        return found
+
+    def decode(self, messages: Window) -> None:
+        """Fills every shard, this rank's own too, with what its message holds: all ranks then have the same values."""
+        assert self.code is not None
+        for rank in range(self.flat.numel() // self.shard_numel):
+            self.code.decode_into(self.shard(rank), messages.shard(rank))
 
     @cached_property
     def nbytes_received(self) -> int:

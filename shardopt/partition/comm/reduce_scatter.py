@@ -63,6 +63,10 @@ class Code(Protocol):
     """The form in which one bucket's gradients travel, where they do not travel as they are."""
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that stay allocated between reductions."""
+
+    @property
     def message_bytes(self) -> int:
         """The bytes that travel for one slice."""
 

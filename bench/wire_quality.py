@@ -1,0 +1,113 @@
+"""What quantized traffic costs in held-out loss: the example's GPT in fp32 on 2 ranks, trained in each way.
+
+    python bench/wire_quality.py                          3 seeds, 1,000 steps a training
+    python bench/wire_quality.py --steps 200 --seeds 1
+    python bench/wire_quality.py --quick                  does it run?
+
+Ranks are processes that send each other messages. All ways of a seed have the same first params and batches, so that
+`over` compares the loss of a seed with that of the same seed uncompressed. Trainings that differ in the last bit end
+apart by chance: `chance` is one with the same options from first params of which one element differs by one ulp, and
+says how much of a difference means nothing.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import parser_of, show, write_result
+from simulate import Size, Training
+from torch import multiprocessing
+
+import shardopt
+
+RANKS = 2
+PLAIN = "uncompressed, stage 2"
+# By name: keywords of the optimizer.
+WAYS: dict[str, dict[str, Any]] = {
+    PLAIN: {"stage": 2},
+    "chance": {"stage": 2},
+    "int8 gradients, stage 2": {"stage": 2, "reduce_dtype": "int8"},
+    "int4 gradients, stage 2": {"stage": 2, "reduce_dtype": "int4"},
+    "int4 gradients, no feedback, stage 2": {"stage": 2, "reduce_dtype": "int4", "error_feedback": False},
+    "int8 params, stage 3": {"stage": 3, "gather_dtype": "int8"},
+    "int8 params, int8 gradients, feedback, stage 3": {
+        "stage": 3,
+        "gather_dtype": "int8",
+        "reduce_dtype": "int8",
+        "error_feedback": True,
+    },
+}
+
+
+def run(rank: int, args: argparse.Namespace, directory: str) -> None:
+    """Runs all trainings on one rank; rank 0 writes the held-out losses, by way and seed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=RANKS)
+    losses = {name: [train(rank, name, seed, args) for seed in range(args.seeds)] for name in WAYS}
+    if rank == 0:
+        Path(directory, "losses").write_text(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+def train(rank: int, name: str, seed: int, args: argparse.Namespace) -> float:
+    training = Training(seed, args.steps, Size(args.layers, args.width, 4, args.context, args.batch))
+    training.sampler.manual_seed(RANKS * seed + rank)
+    if name == "chance":
+        with torch.no_grad():
+            training.model.get_parameter("blocks.0.qkv.weight").view(-1)[:1].view(torch.int32).add_(1)
+    tuning = shardopt.Tuning(neighbours=False, keep_below=0, bucket_bytes=1 << 18)
+    opt = shardopt.ShardedAdamW(
+        training.model, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0, tuning=tuning, **WAYS[name]
+    )
+    for step in range(args.steps):
+        for group in opt.param_groups:
+            group["lr"] = training.lr(step)
+        opt.zero_grad()
+        training.loss().backward()
+        opt.step()
+    with opt.unsharded():
+        loss = training.held_out_loss(args.windows)
+    opt.close()
+    return loss
+
+
+def main() -> None:
+    parser = parser_of(str(__doc__))
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a rank")
+    parser.add_argument("--windows", type=int, default=1024, help="of held-out text")
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.seeds, args.windows = 3, 1, 64
+    with tempfile.TemporaryDirectory() as directory:
+        multiprocessing.spawn(run, (args, directory), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        losses = json.loads(Path(directory, "losses").read_text())
+    over = {
+        name: [loss / plain - 1 for loss, plain in zip(each, losses[PLAIN], strict=True)]
+        for name, each in losses.items()
+    }
+    rows = [
+        [
+            name,
+            f"{statistics.mean(losses[name]):.4f}",
+            f"{statistics.mean(each):+.2%}",
+            f"{min(each):+.2%}",
+            f"{max(each):+.2%}",
+        ]
+        for name, each in over.items()
+    ]
+    show(f"{args.steps} steps, {args.seeds} seeds", ("way", "held-out loss", "over", "least", "most"), rows)
+    write_result("wire-quality", args, torch.device("cpu"), {"losses": losses, "over": over})
+
+
+if __name__ == "__main__":
+    main()

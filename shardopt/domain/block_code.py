@@ -1,0 +1,145 @@
+"""Slices in 8 or 4 bits on the wire: quantized in blocks of 256 by one rank, decoded by others.
+
+Encoding and decoding are passes of no rule, for which the kernels of a step are compiled: the bits are the same from
+native code and from Triton, and those of states in 8 bits (``kernels/formats.py``)::
+
+    encode    sent = value                        sent: codes, and an fp32 scale a block
+    decode    param = sent
+              param = param + sent
+
+A message is the codes of a slice, then its scales, as bytes; two codes of 4 bits share a byte. Blocks hold elements of
+one param, so that padding and other params change no scale; what is not encoded decodes to zeros. A block with an Inf
+or a NaN arrives as Inf and NaN throughout.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kernels.formats import BF16, FP32, format_of
+from ..kernels.launch import backend_of
+from ..kernels.spec import Spec
+from ..kernels.tables import BLOCK, Gradients, Streams, Tables
+from ..rules.passes import Pass
+
+if TYPE_CHECKING:
+    from ..kernels.formats import BlockFormat
+
+# Bytes. Messages lie behind each other in an all-to-all, and kernels take codes in 128 bits.
+_ALIGNED = 16
+_NO_SCALARS = torch.zeros(1, 1)
+_SENT = ("sent",)
+_KEPT = ("sent", "residual")
+
+
+def _pass(name: str, states: tuple[str, ...], source: str, written: tuple[str, ...], writes_param: bool) -> Pass:
+    rounded = ("sent",) if "residual" in written else ()
+    return Pass(name, states, (), source, written, rounded, (), (), writes_param, ())
+
+
+_ENCODE = _pass("encode", _SENT, "state_sent = grad", _SENT, writes_param=False)
+# 1e38 is an fp32 number that bf16 has room for; a NaN is not below it.
+_ENCODE_AND_KEEP = _pass(
+    "encode_and_keep",
+    _KEPT,
+    "local_value = grad + state_residual\n"
+    "state_sent = local_value\n"
+    "local_rest = local_value - state_sent\n"
+    "state_residual = where(abs(local_rest) < 1e+38, local_rest, 0.0)",
+    _KEPT,
+    writes_param=False,
+)
+_DECODE = _pass("decode", _SENT, "param = state_sent", (), writes_param=True)
+_DECODE_AND_ADD = _pass("decode_and_add", _SENT, "param = param + state_sent", (), writes_param=True)
+
+
+class BlockCode:
+    """Encodes slices of one length, and decodes them."""
+
+    def __init__(
+        self,
+        numel: int,
+        from_dtype: torch.dtype,
+        to_dtype: torch.dtype,
+        format: BlockFormat,
+        device: torch.device,
+        keeps_rest: bool = False,
+    ):
+        """Compiles the kernels.
+
+        Args:
+            numel: of a slice: whole blocks.
+            from_dtype, to_dtype: of what is encoded, and of what is decoded.
+            keeps_rest: True to add a residual before, and to keep what quantizing takes.
+        """
+        source, target = (format_of(each, "what travels") for each in (from_dtype, to_dtype))
+        part, formats = (_ENCODE_AND_KEEP, (format, BF16)) if keeps_rest else (_ENCODE, (format,))
+        self._encode = Spec((part,), source, source, None, formats)
+        self._decode = Spec((_DECODE, _DECODE_AND_ADD), target, FP32, None, (format,))
+        self._numel, self._bits, self._device = numel, format.bits, device
+        self._backend = backend_of(device)
+        for spec in (self._encode, self._decode):
+            self._backend.prepare(spec, device, aligned=True)
+
+    @property
+    def message_bytes(self) -> int:
+        """The bytes that travel for one slice."""
+        used = self._code_bytes(self._numel) + self._numel // BLOCK * 4
+        return -(-used // _ALIGNED) * _ALIGNED
+
+    def _code_bytes(self, numel: int) -> int:
+        return numel * self._bits // 8
+
+    def encode(
+        self, values: torch.Tensor, where: Gradients | None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the message of a slice.
+
+        Args:
+            values: 1D [numel].
+            where: says which elements of them are encoded, with a row for each param; None: none.
+            residual: 1D [numel] bf16, if what quantizing takes is kept.
+        """
+        # Kernels write neither padding nor what is not encoded, which decodes to zeros.
+        message = torch.zeros(self.message_bytes, dtype=torch.uint8, device=self._device)
+        if where is not None:
+            codes = message[: self._numel] if self._bits == 8 else torch.zeros_like(values, dtype=torch.uint8)
+            kept = () if residual is None else (residual,)
+            scales = (self._scales(message, 0, self._numel), *(None for _ in kept))
+            streams = Streams(values, None, (codes, *kept), scales)
+            self._backend.run(self._encode, 0, streams, Tables(where, _NO_SCALARS))
+            if self._bits == 4:
+                message[: self._code_bytes(self._numel)] = packed(codes)
+        return message
+
+    def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int, add: bool) -> None:
+        """``target (+)= message``, from element ``first`` of the slice on: whole blocks."""
+        numel = target.numel()
+        if numel == 0:
+            return
+        codes = message[self._code_bytes(first) : self._code_bytes(first + numel)]
+        rows = torch.tensor([[target.data_ptr(), numel]], dtype=torch.int64)
+        row_of_block = torch.zeros(numel // BLOCK, dtype=torch.int32, device=self._device)
+        gradients = Gradients(row_of_block, rows, target.data_ptr() % 16 == 0)
+        states = (codes if self._bits == 8 else unpacked(codes),)
+        streams = Streams(target, None, states, (self._scales(message, first, first + numel),))
+        self._backend.run(self._decode, int(add), streams, Tables(gradients, _NO_SCALARS))
+
+    def _scales(self, message: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Returns the scales of elements [start, stop) of a slice, whole blocks."""
+        first = self._code_bytes(self._numel)
+        return message[first + start // BLOCK * 4 : first + stop // BLOCK * 4].view(torch.float32)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Returns codes of 4 bits, a byte each with the sign on top, as half as many bytes: an even element lies below."""
+    both = ((codes >> 4) & 8) | (codes & 7)
+    return both[0::2] | (both[1::2] << 4)
+
+
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """Returns what :func:`packed` has packed."""
+    both = torch.stack([codes & 15, codes >> 4], 1).view(-1)
+    return (both & 7) | ((both & 8) << 4)

@@ -1,0 +1,44 @@
+"""Params on the wire in 8 bits: each rank encodes its slice, and all ranks, that one too, compute with what arrives.
+
+The slice itself stays as it is, and the next gather encodes it anew. So nothing that rounding takes adds up over steps,
+and all ranks hold the same values::
+
+    rank 0    slice 0 -> message 0  \\            / decode 0 | decode 1          time ->
+                                       exchange
+    rank 1    slice 1 -> message 1  /            \\ decode 0 | decode 1
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .block_code import BlockCode
+from .shard_tables import ShardTables
+
+if TYPE_CHECKING:
+    from ..kernels.formats import BlockFormat
+    from ..partition.layout import BucketLayout
+
+
+class ParamCode:
+    """Encodes this rank's slice of one bucket's params, and decodes any rank's."""
+
+    def __init__(self, layout: BucketLayout, rank: int, dtype: torch.dtype, format: BlockFormat, device: torch.device):
+        """Compiles the kernels."""
+        self._code = BlockCode(layout.shard_numel, dtype, dtype, format, device)
+        self._tables = ShardTables(layout.pieces(rank), layout.shard_numel, device)
+
+    @property
+    def message_bytes(self) -> int:
+        """The bytes that travel for one slice."""
+        return self._code.message_bytes
+
+    def encode(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns the message of this rank's slice."""
+        return self._code.encode(shard, self._tables.gradients_in(shard))
+
+    def decode_into(self, shard: torch.Tensor, message: torch.Tensor) -> None:
+        """Fills a rank's slice with what its message holds."""
+        self._code.decode_into(shard, message, 0, add=False)
