@@ -224,6 +224,9 @@ class HeldElements(HeldRecord):
     def fetch(self) -> Callable[[], torch.Tensor]:
         """Returns what reads the whole as it is now, from this rank alone."""
         self._check()
+        whole = self._consolidated()
+        if whole is not None:
+            return whole.clone
         domain, entry = self._bound()
         found = domain.fetcher(entry.shard, entry.index, self.name)
         if found is None:
@@ -232,6 +235,11 @@ class HeldElements(HeldRecord):
                 "nothing here."
             )
         return found
+
+    def _consolidated(self) -> torch.Tensor | None:
+        """Returns the whole of now if this rank consolidated it: what is made of it can be read after later steps."""
+        state = (self._table.consolidated or {}).get(self._local)
+        return None if state is None else state.tensors.get(self.name)
 
     def gather(self) -> torch.Tensor:
         """Collective: returns the whole."""
