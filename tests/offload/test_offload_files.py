@@ -1,5 +1,6 @@
 """The file that states rest in: made safely, never taken for another's, gone afterwards; it does not grow."""
 
+import copy
 import fcntl
 import gc
 import os
@@ -123,7 +124,8 @@ def test_a_forked_child_neither_reads_nor_writes(tmp_path: Path) -> None:
     optimizer = trained(tmp_path)
     (param,) = optimizer.param_groups[0]["params"]
     before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
-    uses = (optimizer.step, optimizer.state_dict, lambda: optimizer.offload("cpu"))
+    held = optimizer.state_dict()["state"][0]["exp_avg"]
+    uses = (optimizer.step, held.sum, lambda: copy.deepcopy(optimizer.state_dict()), lambda: optimizer.offload("cpu"))
     child = os.fork()
     if not child:
         signal.alarm(60)  # where it waits all the same
