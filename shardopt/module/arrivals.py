@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..partition.unit import Unit
 
-# The share of a bucket, and the elements, from which on a param's gradient is copied as it arrives: a gradient that
-# rests is memory that the copy would free.
-LARGE = 1 / 4
-SMALL = 2**18
-
 
 class Arrivals:
     """The gradients of one bucket.
@@ -62,13 +57,8 @@ class Arrivals:
         self.shard, self.entries, self.missing = shard, entries, 0
         self._reduce = reduce
         self.unit: Unit | None = None
-        numels = shard.bucket.layout.numels
-        large = max(LARGE * sum(numels), SMALL)
-        self._resting = [
-            entry
-            for entry in entries
-            if entry.outer is entry.param and len(entries) > 1 and numels[entry.index] <= large
-        ]
+        resting = frozenset(shard.bucket.layout.resting)
+        self._resting = [entry for entry in entries if entry.outer is entry.param and entry.index in resting]
         self._params = [entry.param for entry in self._resting]
         self._indices = [entry.index for entry in self._resting]
         self._rests = frozenset(self._indices)

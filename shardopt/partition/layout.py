@@ -24,6 +24,12 @@ from itertools import accumulate
 BLOCK = 256
 
 
+# The share of a bucket, and the elements, from which on a param's gradient is copied as it arrives: a gradient that
+# rests is memory that the copy would free.
+LARGE = 1 / 4
+SMALL = 2**18
+
+
 @dataclass(frozen=True)
 class Piece:
     """The part of one param that lies in one shard. All figures are elements."""
@@ -69,6 +75,12 @@ class BucketLayout:
         """The elements of every rank's shard, padding included."""
         blocks = self.offsets[-1] // BLOCK
         return -(-blocks // self.num_shards) * BLOCK
+
+    @cached_property
+    def resting(self) -> tuple[int, ...]:
+        """The params whose gradients rest where autograd put them until the last one of the bucket is there."""
+        most = max(LARGE * sum(self.numels), SMALL)
+        return tuple(index for index, numel in enumerate(self.numels) if numel <= most) if len(self.numels) > 1 else ()
 
     @property
     def numel(self) -> int:

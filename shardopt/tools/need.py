@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .cut import Cut
     from .ways import Way
 
-KINDS = ("param", "gradient", "master", "state", "buffer", "window", "ddp")
+KINDS = ("param", "gradient", "master", "state", "buffer", "arriving", "window", "ddp")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Need:
 
     Attributes:
         bytes: by kind and tier: at most those of ``opt.memory()`` between steps (``buffer``: of all reductions that can
-            be under way); ``window``: params gathered while modules run; ``ddp``: DistributedDataParallel's buckets.
+            be under way); ``arriving``: gradients that rest until the last one of their bucket is there; ``window``:
+            params gathered while modules run; ``ddp``: DistributedDataParallel's buckets.
         formula: bytes a param for N data-parallel ranks, without padding, buffers and window; small params keep fp32
             states.
         moved: bytes in a step: that one rank receives ("wire"; of slices of Muon's matrices, the average of the ranks),

@@ -64,6 +64,9 @@ def bytes_of(
         if way.has_module:
             slots = _slots(buckets, reduced, ranks) if way.sums_rest else 0
             add("buffer", "device", _under_way(buckets, reduced, ranks) + slots)
+            layouts = [bucket.layout for bucket, _ in buckets]
+            resting = max(sum(each.numels[index] for index in each.resting) for each in layouts)
+            kinds["arriving"]["device"] = max(kinds["arriving"].get("device", 0), resting * way.dtype.itemsize)
         else:
             add("gradient", "device", domain.numel * way.dtype.itemsize)
             add("ddp", "device", domain.numel * way.dtype.itemsize * (ranks > 1))

@@ -94,7 +94,13 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             assert wanted == found[each], f"{way}, {each}"
         for tier in TIERS:
             assert found["buffer"].get(tier, 0) <= need.bytes["buffer"].get(tier, 0), f"{way}: {found['buffer']}"
-        at_rest = sum(map(need.on, TIERS)) - sum(need.bytes[each].get("device", 0) for each in ("window", "ddp"))
+        at_rest = sum(map(need.on, TIERS)) - sum(
+            need.bytes[each].get("device", 0) for each in ("arriving", "window", "ddp")
+        )
+        if way.has_module:
+            buckets = opt.engine.takeover.backward._arrivals.values()  # type: ignore[union-attr]
+            resting = max(sum(entry.param.numel() for entry in bucket._resting) for bucket in buckets)
+            assert need.bytes["arriving"]["device"] == resting * way.dtype.itemsize, str(way)
         if way.sums_rest:  # on CPUs they are made where they rest, and in no slot
             at_rest -= need.bytes["buffer"]["device"]
             still = dataclasses.replace(way, sums_rest=False)
@@ -104,7 +110,9 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
         assert sum(sum(tiers.values()) for tiers in found.values()) == pytest.approx(at_rest, rel=0.02), (
             f"{way}: {found}"
         )
-        kept = sum(map(need.on, TIERS)) - sum(sum(need.bytes[each].values()) for each in ("window", "buffer"))
+        kept = sum(map(need.on, TIERS)) - sum(
+            sum(need.bytes[each].values()) for each in ("arriving", "window", "buffer")
+        )
         # A world of one has no DDP.
         a_param = formula_of(need, world) - (way.dtype.itemsize if world == 1 and not way.has_module else 0)
         # Shards are whole blocks, and small params keep fp32 states.
