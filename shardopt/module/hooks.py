@@ -2,10 +2,9 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-# Part of torch itself: torch.compiler.disable() would import all of Dynamo.
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from ..uncompiled import uncompiled
 
 
 def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: Any = None) -> Callable[..., Any]:
@@ -25,21 +24,6 @@ def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: 
     return call
 
 
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
-
-
-def _uncompiled(method: _Hook) -> _Hook:
-    """Keeps a hook, and all that it calls, out of compiled code, as ``torch.compiler.disable`` does.
-
-    That would wrap the hook in a function that says so anew in each call, at ten times the price of the hook's own.
-    """
-    hook: Any = method
-    hook._torchdynamo_disable = True  # a graph breaks there
-    hook._torchdynamo_disable_msg = "it communicates with other ranks"
-    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    return method
-
-
 class ModuleHook:
     """A method as the hook of a module. The hook holds the method's object weakly, and does nothing once that object is
     gone, or in a copied or unpickled module.
@@ -51,7 +35,7 @@ class ModuleHook:
         """``method``: bound to its object."""
         self._owner, self._function = weakref.ref(method.__self__), method.__func__
 
-    @_uncompiled
+    @uncompiled("it communicates with other ranks")
     def __call__(self, *arguments: Any) -> Any:
         owner = self._owner()
         return None if owner is None else self._function(owner, *arguments)

@@ -230,7 +230,7 @@ class ModuleTakeover:
         assert self._domain is not None
         if any(param.requires_grad for param in self._frozen):  # thawed, perhaps for such an optimizer
             self.check_covered()
-        if self._leads:
+        if self.averaged.named and self._leads:
             self.averaged.average(self._domain.mesh.world)
 
     @property
@@ -501,8 +501,9 @@ class ModuleTakeover:
         """Returns the domains whose ranks take the buffers of a called module from one of them."""
         if self._domain is None or called.ddp is not None or not self._domain.options.tuning.broadcast_buffers:
             return []
-        domains = [*((self._domain,) if self._leads else ()), *(self._experts if self._has_reducer else ())]
-        return [domain for domain in domains if self._buffers[called].of(domain)]
+        buffers = self._buffers[called]
+        own = [self._domain] if buffers.of(self._domain) and self._leads else []
+        return own + [domain for domain in self._experts if self._has_reducer and buffers.of(domain)]
 
     def _take_buffers(self, called: CalledModule) -> None:
         """Collective before a forward in training."""

@@ -270,7 +270,11 @@ class Update:
             except Exception as error:  # all ranks know of it: none waits for a shard any more
                 relay.note(error)
                 self._gather = None
-        if self.domain.store.is_final and any((*self.launches.values(), *self.matrices.values())):
+        if (
+            self.domain.store.moves
+            and self.domain.store.is_final
+            and any((*self.launches.values(), *self.matrices.values()))
+        ):
             try:
                 self.flush()  # also after an error: copies are under way
             except Exception as error:
@@ -301,7 +305,10 @@ class Update:
             if upon is not None:
                 chunks = {shard: [_upon(each, upon[shard]) for each in its] for shard, its in chunks.items()}
             store.prefetch([each.chunk for its in chunks.values() for each in its])
-            apart.update(_update_together(self.domain, chunks, factors) if self.joins else chunks)
+            joins = (
+                self.joins and store.tier == "device" and any(backend_of(each.device).joins_shards for each in chunks)
+            )
+            apart.update(_update_together(self.domain, chunks, factors) if joins else chunks)
 
         relay.attempt(prepare)
         for shard in launches:

@@ -17,10 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..uncompiled import uncompiled
 from .unsharded_guard import READS_NO_VALUES, guard_class
 
 _Tensor = torch.Tensor
@@ -66,7 +66,7 @@ class ArrivingParameter(torch.nn.Parameter):
     """An ``nn.Parameter`` that holds its values only once the other ranks' shards have arrived."""
 
     @classmethod
-    @_disable_dynamo
+    @uncompiled("it waits for other ranks")
     def __torch_function__(
         cls,
         function: Any,
