@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("option", "compilers"),
     ("arguments",),
-    ("errors", "version", "beginning", "huge_pages", "machine", "profiler"),
+    ("errors", "version", "beginning", "huge_pages", "machine", "profiler", "uncompiled"),
 )
 # The public names, which Python loads first: what they import is the roof's to choose.
 FACE = "__init__"
