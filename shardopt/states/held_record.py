@@ -36,6 +36,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # what all ranks have whole: a part
 class Table(Protocol):
     """The states of all params."""
 
+    @property
+    def consolidated(self) -> Mapping[torch.nn.Parameter, ParamState] | None: ...
+
     def domain_of(self, local: torch.nn.Parameter) -> Domain | None: ...
 
     def waiting_of(self, local: torch.nn.Parameter) -> ParamState | None:
