@@ -125,7 +125,7 @@ def _elsewhere(sharded: ShardedParams, shard: Shard, to: Offload) -> torch.Tenso
     if to.directory is not None:
         return _in_a_file(to.directory, shard)
     if shard not in sharded.beds:
-        sharded.beds[shard] = torch.empty(shard.numel, dtype=shard.bucket.dtype, pin_memory=to.pin_memory)
+        sharded.beds[shard] = torch.empty(shard.numel, dtype=shard.dtype, pin_memory=to.pin_memory)
     return sharded.beds[shard]
 
 
@@ -134,13 +134,13 @@ def _in_a_file(directory: Path, shard: Shard) -> torch.Tensor:
     made = directory / f"params-{secrets.token_hex(8)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        found = torch.from_file(str(made), shared=True, size=shard.numel, dtype=shard.bucket.dtype)
+        found = torch.from_file(str(made), shared=True, size=shard.numel, dtype=shard.dtype)
         made.unlink()
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             made.unlink(missing_ok=True)
         raise OffloadError(
-            f"give a directory with room for {shard.numel * shard.bucket.dtype.itemsize} bytes, which this rank may "
+            f"give a directory with room for {shard.numel * shard.dtype.itemsize} bytes, which this rank may "
             f"write: no file for params could be made in {directory} ({error}). Nothing was moved."
         ) from error
     return found

@@ -15,12 +15,12 @@ from tests.support.ranks import Pool
 from tests.support.training import raises
 
 
-def made(neighbours: bool = False) -> tuple[Any, shardopt.ShardedOptimizer]:
+def made(neighbours: bool = False, compute_dtype: torch.dtype | None = None) -> tuple[Any, shardopt.ShardedOptimizer]:
     torch.manual_seed(0)
     model = Stack()
     model.blocks[0].requires_grad_(False)
     tuning = Tuning(keep_below=20, bucket_bytes=2000, neighbours=neighbours, live_bytes=1 << 20)
-    return model, ShardedAdamW(model, lr=0.01, stage=3, tuning=tuning)
+    return model, ShardedAdamW(model, lr=0.01, stage=3, tuning=tuning, compute_dtype=compute_dtype)
 
 
 def held(opt: shardopt.ShardedOptimizer) -> dict[str, int]:
@@ -41,9 +41,9 @@ def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(ones) == len(others) and all(one.equal(other) for one, other in zip(ones, others, strict=True))
 
 
-def sleeps(root: str) -> None:
-    model, opt = made()
-    twin, still = made()
+def sleeps(root: str, compute_dtype: torch.dtype | None) -> None:
+    model, opt = made(compute_dtype=compute_dtype)
+    twin, still = made(compute_dtype=compute_dtype)
     for step in range(4):
         for each, one in ((model, opt), (twin, still)):
             train_step(each, one, step)
@@ -70,7 +70,7 @@ def sleeps(root: str) -> None:
         opt.load_state_dict(states)
         if step != 1:  # a step with params here and states away
             opt.reload()
-        loaded, anew = made()
+        loaded, anew = made(compute_dtype=compute_dtype)
         shardopt.load_checkpoint(f"{root}/runs", loaded, anew)
         assert same(wholes(anew), wholes(still))
         anew.close()
@@ -107,5 +107,6 @@ def stays(root: str) -> None:
 
 
 def test_params_sleep(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(sleeps, str(tmp_path), world=2)
+    ranks.run(sleeps, str(tmp_path / "fp32"), None, world=2)
+    ranks.run(sleeps, str(tmp_path / "cast"), torch.bfloat16, world=2)  # slices are fp32, and sleep in it
     ranks.run(stays, str(tmp_path), world=2)
