@@ -92,6 +92,13 @@ class GradientFetch:
     def _read(self, own: GradientSlice, moment: tuple[int, int]) -> torch.Tensor:
         domain, shard, remote = self.domain, self.shard, self.domain.remote
         assert remote is not None
+        if mean_of(own, moment, 0, 0) is None:  # the same on all ranks, whether they hold elements or not
+            raise StateError(
+                "make a copy of param.grad that is to last of full_tensor() on every rank, or use it in place "
+                "(param.grad.add_(copy)): it holds this rank's slice, and the gradient has changed since. It is of "
+                f"round {moment[0]} with {moment[1]} changes in place; now it is round {own.round} with "
+                f"{own.edit_count}."
+            )
         layout, mine = shard.bucket.layout, domain.mesh.shard.rank
         flat = torch.empty(layout.numels[self.index], dtype=own.total.dtype)
         for rank in range(domain.mesh.shard.size):
@@ -125,7 +132,7 @@ def mean_at(
     """
     gradient_slice = _entry(domain, domain.shards[number], int(name.split()[1])).gradient_slice
     if gradient_slice is None:
-        raise StateError("this rank has closed its optimizer.")
+        raise StateError("ask before close(): that rank has closed its optimizer, and its gradients are gone.")
     end = time.monotonic() + domain.mesh.world.seconds
     copied: torch.Tensor | None = None
     while copied is None:

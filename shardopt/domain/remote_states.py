@@ -195,7 +195,7 @@ class RemoteStates:
             time.sleep(0.001)  # far less than a step takes
         self._check_at(moment, name)
         if shard is None:
-            raise StateError("this rank has closed its optimizer.")
+            raise StateError("read before close(): that rank has closed its optimizer, and its states are gone.")
         if shard.device.type == "cpu":
             return shard.read_chunk(name, start, stop)
         # On a CUDA stream of its own, after the step's kernels. What is kept is copied and dequantized on the host, so
@@ -213,8 +213,9 @@ class RemoteStates:
         if not epoch.is_at(moment, name):
             under_way = ", and a step or a load of states is under way" if epoch.is_moving(name) else ""
             raise StateError(
-                "take state_dict() again, and save it before any rank takes the next step or loads states (a barrier "
-                "keeps the others from it), or a file would mix two moments: this rank is after "
+                "take state_dict() again, and save it before any rank takes the next step, or loads or writes states "
+                "(dist.barrier() between a read and a write keeps the others from it), or what is read would mix two "
+                "moments: this rank is after "
                 f"{epoch.now(name)}{under_way}, what is asked for was looked at after {moment}."
             )
 

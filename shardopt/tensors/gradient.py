@@ -63,6 +63,7 @@ class GradientPart(Part):
     # Part's method would fetch the whole. torch.compile calls it only to distinguish tensors
     # (test_compiled_model_accumulates).
     untyped_storage = Tensor.untyped_storage
+    tolist, numpy = Tensor.tolist, Tensor.numpy  # answered early, and of a whole as memory of the gradient
 
     gradient_slice: GradientSlice
     whole_numel: int

@@ -123,6 +123,22 @@ class Part(torch.Tensor):
             raise refusal("read_whole()")
         return self._fetch() if self._whole is None else self._whole
 
+    # What torch refuses for any subclass.
+
+    def tolist(self) -> Any:
+        return self._readable("tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns a read-only array of the whole: a write to it would be lost."""
+        array = self._readable("numpy()").numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def _readable(self, asked: str) -> torch.Tensor:
+        if self._fetch is None:
+            raise self._refused(asked)
+        return self.read_whole()
+
     # Writers of files without pickle (safetensors) read memory. For them this rank alone makes a copy of the whole, in
     # host memory. The copy lives as long as the part: writers take two tensors at one address for one tensor, and freed
     # memory would be used again.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -205,7 +206,12 @@ def kinds_of_copies() -> None:
             wanted = before.flatten()[first : first + local.numel()].to(each.dtype)
             assert torch.equal(local, wanted), options
         assert whole(held.t()[2]).eq(0).all()
-        array = held.t().numpy() if isinstance(held, Part) else held.numpy()
+        expected = whole(held).numpy()
+        for each in (held, held.clone(), held.detach().cpu()):
+            assert each.tolist() == expected.tolist() and (np.asarray(each) == expected).all(), options
+        array = held.numpy()
+        if dist.is_initialized():
+            dist.barrier()  # a rank that reads alone needs the others' states
         is_kept_so = "state_format" not in options and options.get("offload") != "disk"
         if is_kept_so and not isinstance(held, Part):
             array[:] = 3
