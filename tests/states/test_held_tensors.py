@@ -198,6 +198,9 @@ def kinds_of_copies() -> None:
             assert alike is held
         copies = [held.clone(), copy.deepcopy(held), held.half(), held * 1]
         before = whole(held)
+        for number, row in enumerate(held.unbind()):  # each of a list of views is its own
+            row.fill_(number % 3)
+        assert torch.equal(whole(held).round()[:, 0], torch.arange(SHAPE[0]).remainder(3.0)), options
         held.detach().zero_()
         assert whole(held).eq(0).all()
         for each in copies:
