@@ -35,7 +35,7 @@ def read_alone(domains: Sequence[Domain]) -> Iterator[None]:
     """A context of one rank, in which its modules and reads of params gather from the servers of the other ranks.
 
     Args:
-        domains: the main one first; empty before the first step. Where nothing is sharded, nothing happens.
+        domains: the main one first; empty before the first step. Where nothing is sharded, this rank has all.
 
     Raises:
         ShardoptError: the other ranks cannot be read, or could not wait.
@@ -55,11 +55,11 @@ def read_alone(domains: Sequence[Domain]) -> Iterator[None]:
             stack.enter_context(
                 sharded[0].sharded.gatherer.reading_alone(lambda unit: readers[unit.transport].gathering)
             )
-        written = [(param, param._version) for domain in sharded for param in _whole_params(domain)]
+        written = [(param, param._version) for domain in domains for param in _whole_params(domain)]
         yield
     found = next((param for param, version in written if param._version != version), None)
     if found is not None:
-        name = next(filter(None, (domain.name_of(found) for domain in sharded)), "a param")
+        name = next(filter(None, (domain.name_of(found) for domain in domains)), "a param")
         raise StateError(
             f"write in `with optimizer.unsharded():`, on every rank: {name} was written in {ALONE}, on this rank "
             "alone, so that ranks hold different values now."
@@ -84,8 +84,8 @@ def _check_readable(domain: Domain) -> None:
 
 def _whole_params(domain: Domain) -> list[torch.nn.Parameter]:
     """The params that every rank holds whole."""
-    assert domain.sharded is not None
-    return [param for param in domain.entries if param not in domain.sharded.where]
+    sharded = domain.sharded
+    return [param for param in domain.entries if sharded is None or param not in sharded.where]
 
 
 class _Reader:
@@ -114,7 +114,7 @@ def _has(shard: Shard, window: Window) -> bool:
 
 def check_not_alone(domain: Domain, call: str) -> None:
     """Raises StateError while this rank reads alone, before a call that needs the other ranks."""
-    if domain.sharded is not None and domain.sharded.gatherer.is_alone:
+    if domain.turn.alone is not None:
         raise StateError(
             f"leave `with optimizer.{ALONE}:` before {call}, which every rank makes: inside, the other ranks wait for "
             "this one."

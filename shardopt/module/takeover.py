@@ -385,7 +385,7 @@ class ModuleTakeover:
     def _prepare(self, called: CalledModule) -> None:
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing, which runs the forward again
             return
-        if self.forward is not None and self.forward.is_alone:
+        if self._is_alone:
             return
         if not torch.is_grad_enabled():
             self._before_evaluation()
@@ -446,6 +446,11 @@ class ModuleTakeover:
         )
 
     @property
+    def _is_alone(self) -> bool:
+        """True while this rank runs the module alone."""
+        return self._domain is not None and self._domain.turn.alone is not None
+
+    @property
     def _has_reducer(self) -> bool:
         return self._domain is not None and self._domain.reducer is not None
 
@@ -455,7 +460,7 @@ class ModuleTakeover:
         if self.backward is None or called is None or torch._C._current_graph_task_id() != -1:
             return
         self.backward.is_in_forward = False
-        if torch.is_grad_enabled() and not (self.forward is not None and self.forward.is_alone):
+        if torch.is_grad_enabled() and not self._is_alone:
             if called.module.training:
                 self._buffers[called].forward_ended(not self.pauses)
             self._mark_graph(called, tensors_within(output), self._syncs(called))

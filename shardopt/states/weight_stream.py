@@ -74,7 +74,8 @@ class _Run:
         first, last = self._slice_of(rank)
         if first < last:
             before = rank * self.shard.numel
-            self.memory[first - self.start : last - self.start].copy_(self.shard.params(first - before, last - before))
+            own = self.shard.read_chunk(self.shard.exact, first - before, last - before)
+            self.memory[first - self.start : last - self.start].copy_(own)
 
     def begin(self) -> Iterator[Callable[[], None]]:
         """Collective: starts to send each rank's slice to all of them. Yields the calls that wait for that."""

@@ -100,7 +100,7 @@ def weights_of(
     named = dict(_named_in(groups) if module is None else _named(module))
     asked = named if names is None else _asked(texts(names, "weights(names=)", '["head.weight"]'), named)
     return [
-        Weight(name, each, each.dtype if dtype is None or not _is_cast(each) else dtype, _place_of(each, domains))
+        Weight(name, each, each.dtype if dtype is None or not _is_cast(each) else dtype, _place_of(each, domains, dtype))
         for name, each in named.items()
         if name in asked
     ]
@@ -146,9 +146,14 @@ def _named_in(groups: Sequence[Group]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def _place_of(tensor: torch.Tensor, domains: Sequence[Domain]) -> Place | None:
-    for sharded in (domain.sharded for domain in domains):
+def _place_of(tensor: torch.Tensor, domains: Sequence[Domain], dtype: torch.dtype | None) -> Place | None:
+    for domain in domains:
+        sharded = domain.sharded
         found = None if sharded is None else sharded.place_of(tensor)
         if sharded is not None and found is not None:
             return Place(*found, sharded.transport)
+        entry = domain.entries.get(tensor)  # type: ignore[call-overload]
+        # The module has it rounded; masters have all its bits.
+        if entry is not None and entry.shard.is_cast and entry.shard.gathered is None and not domain.is_averaged:
+            return None if dtype in (None, tensor.dtype) else Place(entry.shard, entry.index, domain.transport)
     return None

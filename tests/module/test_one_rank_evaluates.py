@@ -24,6 +24,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(W, W), nn.Linear(W, 11, bias=False)
+        self.register_buffer("scale", torch.ones(1))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(W, W), nn.Tanh()) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,6 +99,19 @@ def refused(model: Model, opt: ShardedOptimizer) -> None:
     opt.zero_grad()
 
 
+def refused_of_whole_params(model: Model, opt: ShardedOptimizer) -> None:
+    weight = model.first.weight
+    saved = weight.detach().clone()
+    with opt.unsharded(alone=True):
+        loss = model(torch.ones(1, W)).sum()  # shares no buffers
+        with raises(StateError, "before a backward"):
+            loss.backward()
+        opt.zero_grad()
+    with raises(StateError, "first.weight", "different values"), opt.unsharded(alone=True), torch.no_grad():
+        weight.add_(1)
+        weight.copy_(saved)
+
+
 def fails_inside() -> None:
     """An error inside is the script's own; a write to a param that is whole is told at the end."""
     model, opt = made(neighbours=False)
@@ -135,6 +149,8 @@ def in_between() -> None:
                 with opt.unsharded(alone=True), torch.no_grad():
                     model.eval()(torch.ones(2, W))
                     model.train()
+                if step and stage == 1:
+                    refused_of_whole_params(model, opt)
             loss = model(data(step, 4, W)).square().mean()
             if dist.get_rank() == 0:
                 with opt.unsharded(alone=True), torch.no_grad():

@@ -263,6 +263,8 @@ def test_inputs_and_outputs() -> None:
     assert found["tokens"][0] is given.more["tokens"][0]
     assert (given.x.dtype, given.more["pair"].one.dtype) == (FP32, FP32)  # the caller's own
     assert found["logits"].sum().backward() is None
+    model(batch=given)
+    assert model.seen == [BF16, BF16]
     opt.step()
     opt.close()
     model = Net()
@@ -387,6 +389,10 @@ def written() -> None:
                 inside = model.state_dict()
         shown = exact(model)
         assert dist.get_rank() or same({name: each.clone() for name, each in inside.items()}, shown), stage
+        for dtype in (FP32, torch.float16, BF16, None):
+            whole = dict(opt.weights(2000, dtype))
+            assert same(whole, {name: shown[name].to(each.dtype) for name, each in whole.items()}), (stage, dtype)
+            assert whole["embed.weight"].dtype is (dtype or BF16)
         hidden = before["block.hidden.weight"].clone()
         hidden[3] = torch.tensor(0.1, dtype=BF16).float()
         assert raw(shown["block.hidden.weight"]) == raw(hidden), stage
