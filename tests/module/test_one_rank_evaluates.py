@@ -24,7 +24,6 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(W, W), nn.Linear(W, 11, bias=False)
-        self.register_buffer("scale", torch.ones(1))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(W, W), nn.Tanh()) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,6 +142,7 @@ def in_between() -> None:
     for stage in (1, 3):
         torch.manual_seed(0)
         model = Model()
+        model.register_buffer("shared", torch.ones(1))
         opt = ShardedAdamW(model, lr=0.01, stage=stage, tuning=small(timeout=30, neighbours=False, live_bytes=None))
         for step in range(3):
             if dist.get_rank() == 1:
