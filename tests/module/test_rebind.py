@@ -146,6 +146,13 @@ def low_bits(stage: int) -> None:
     assert opt.updates == plain.updates
     steps = {int(state["step"]) for state in opt.state_dict()["state"].values()}
     assert steps == {4}
+    with opt.unsharded():
+        model.hidden.weight = nn.Parameter(model.hidden.weight.detach().clone())
+    opt.rebind()
+    number = [name for name, _ in model.named_parameters()].index("hidden.weight")
+    master = opt.state_dict()["state"][number]["master"]
+    whole = master.full_tensor() if dist.get_world_size() > 1 else master
+    assert whole.equal(dict(opt.weights(names=["hidden.weight"]))["hidden.weight"].float())
     opt.close()
     plain.close()
 

@@ -143,6 +143,12 @@ def ahead() -> None:
         totals.append(int(received))
     assert 0 < totals[0] < totals[1] < totals[-1] == totals[-2], totals
     assert sum(one < other for one, other in pairwise(totals)) >= 4, totals
+    names = list(opt.weights_metadata())
+    for pair in zip(names, names[2:], strict=False):
+        before = opt.engine.traffic()["params"]
+        some = dict(opt.weights(1 << 20, names=pair))
+        received = opt.engine.traffic()["params"] - before
+        assert received <= sum(each.nbytes for each in some.values()), pair  # what lies between does not travel
 
 
 def test_in_bounded_memory(ranks: Pool) -> None:
