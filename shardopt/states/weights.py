@@ -100,7 +100,9 @@ def weights_of(
     named = dict(_named_in(groups) if module is None else _named(module))
     asked = named if names is None else _asked(texts(names, "weights(names=)", '["head.weight"]'), named)
     return [
-        Weight(name, each, each.dtype if dtype is None or not _is_cast(each) else dtype, _place_of(each, domains, dtype))
+        Weight(
+            name, each, each.dtype if dtype is None or not _is_cast(each) else dtype, _place_of(each, domains, dtype)
+        )
         for name, each in named.items()
         if name in asked
     ]
