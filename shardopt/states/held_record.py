@@ -227,7 +227,7 @@ class HeldElements(HeldRecord):
     def fetch(self) -> Callable[[], torch.Tensor]:
         """Returns what reads the whole as it is now, from this rank alone."""
         self._check()
-        whole = self._consolidated()
+        whole = self.consolidated()
         if whole is not None:
             return whole.clone
         domain, entry = self._bound()
@@ -239,8 +239,11 @@ class HeldElements(HeldRecord):
             )
         return found
 
-    def _consolidated(self) -> torch.Tensor | None:
-        """Returns the whole of now if this rank consolidated it: what is made of it can be read after later steps."""
+    def consolidated(self) -> torch.Tensor | None:
+        """Returns the whole of now, in host memory, if it was consolidated on this rank; None otherwise."""
+        if self.own_slice is not None:
+            return None
+        self._check()
         state = (self._table.consolidated or {}).get(self._local)
         return None if state is None else state.tensors.get(self.name)
 

@@ -30,6 +30,9 @@ class SliceSource(Source, Protocol):
     def elements(self) -> torch.Tensor:
         """Returns this rank's elements of now, 1D."""
 
+    def consolidated(self) -> torch.Tensor | None:
+        """Returns the whole of now, in host memory, if it was consolidated on this rank; None otherwise."""
+
     def fetch(self) -> Callable[[], torch.Tensor]:
         """Returns what reads the whole as it is now, from this rank alone."""
 
@@ -140,6 +143,11 @@ class HeldPart(Part):
         mapped([named.get(name) for name in written_by(function)], HeldPart, written.append)
         if written:
             return cls._write_by(function, arguments, keywords, written)
+        if function.overloadpacket in (_aten.clone, _aten._to_copy):
+            # A plain tensor, which is the script's own: it can be saved after later steps, and keeps no record.
+            whole = arguments[0].source.consolidated()
+            if whole is not None:
+                return function(whole.to(arguments[0].device), *arguments[1:], **keywords)
         found = expression(function, arguments, keywords)
         if found is not None:
             return found
