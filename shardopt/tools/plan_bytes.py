@@ -57,10 +57,10 @@ def bytes_of(
                 # Copies of one shard sum its gradients in equal parts.
                 sums = BucketLayout((shard,), copies).numel * bucket.formats.gradient.itemsize
                 add("gradient", _tier_of_sums(way), 0 if way.release_gradients else count * sums)
-                # Of the buffer: at stage 0 a sum that is used at once is not cut into slices.
-                slices = 1 if way.release_gradients and copies > 1 else ranks
-                owed = bucket.layout.over(slices).numel * _RESIDUAL if feeds_back and ranks > 1 else 0
-                add("gradient", "device", count * owed)
+                if feeds_back and ranks > 1:
+                    # Of the buffer: at stage 0 a sum that is used at once is not cut into slices.
+                    slices = 1 if way.release_gradients and copies > 1 else ranks
+                    add("gradient", "device", count * bucket.layout.over(slices).numel * _RESIDUAL)
         if way.has_module:
             slots = _slots(buckets, reduced, ranks) if way.sums_rest else 0
             add("buffer", "device", _under_way(buckets, reduced, ranks) + slots)
