@@ -104,10 +104,10 @@ def formula(way: Way, laid: StageLayout, feeds_back: bool) -> str:
 
 
 def itemsize_of(format: Format | None) -> float:
-    """Returns the bytes of an element, with its share of a block's scale."""
+    """Returns the bytes of an element, with its share of a block's scale; codes of 4 bits travel two in a byte."""
     if format is None:
         return 0
-    return format.itemsize + (_FP32 / BLOCK if isinstance(format, BlockFormat) else 0)
+    return format.bits / 8 + _FP32 / BLOCK if isinstance(format, BlockFormat) else format.itemsize
 
 
 def _of_param(bucket: PlannedBucket, way: Way) -> int:

@@ -616,11 +616,11 @@ def refused_in_training(stage: int, neighbours: bool) -> None:
     train_step(ours, opt, 0)
     small = ours.module.norm.weight  # whole at every stage
     data = small.data
-    for spoil, words in (
-        (lambda: setattr(small, "data", data.double()), "recast"),
-        (lambda: setattr(small, "grad", torch.ones_like(data)), "assigned by hand"),
+    for spoil, words, which in (
+        (lambda: setattr(small, "data", data.double()), "recast", (None, 1)),  # on all ranks, on one
+        (lambda: setattr(small, "grad", torch.ones_like(data)), "'present' on rank 1", (1,)),  # on all it takes effect
     ):
-        for odd in (None, 1):  # on all ranks, on one
+        for odd in which:
             opt.zero_grad()
             backward(ours, 1)
             loss_of(theirs, 1)  # for its buffers

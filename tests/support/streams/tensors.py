@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardopt.tensors.held import HeldTensor
+
 from .book import Book
 
 CARD = torch.device("cuda", 0)
@@ -60,6 +62,8 @@ def _moves(book: Book) -> dict[str, Callable[..., Any]]:
     to, tolist, numpy = Tensor.to, Tensor.tolist, Tensor.numpy
 
     def moved(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if isinstance(tensor, HeldTensor):  # it has no memory of its own
+            tensor = tensor.plain()
         if arguments and isinstance(arguments[0], Tensor):
             return moved(tensor, arguments[0].device, arguments[0].dtype)
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*arguments, **keywords)
