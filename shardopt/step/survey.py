@@ -202,6 +202,8 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
     entry = update.entry
     if _replaces_mean(entry, grad):
         part: Any = entry.gradient_slice.part  # type: ignore[union-attr]
+        own = part.gradient_slice
+        own.table.edits.forget([own.number])  # of values that are gone: a step that ranks refused may have noted one
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             edit(torch.ops.aten.copy_.default, (part, grad), {})
             entry.show_gradient(part)

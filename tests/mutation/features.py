@@ -134,13 +134,13 @@ FEATURES = (
     Feature(
         "planned bytes on the wire: params that are gathered twice at stage 3 count twice",
         "shardopt/tools/plan_traffic.py",
-        ((" + domain.gathered * size", " + domain.gathered * size // 2"),),
+        ((" + domain.gathered * gathered", " + domain.gathered * gathered // 2"),),
         ("tests/partition/test_traffic.py::test_at_most_three_units_at_stage_3",),
     ),
     Feature(
         "planned bytes on the wire: updated params travel at stages 1 and 2",
         "shardopt/tools/plan_traffic.py",
-        (("gradients, params = reduced.itemsize * rounds, size", "gradients, params = reduced.itemsize * rounds, 0"),),
+        (("gradients, params = reduced * rounds, size", "gradients, params = reduced * rounds, 0"),),
         ("tests/partition/test_traffic.py::test_no_more_than_ddp",),
     ),
     Feature(

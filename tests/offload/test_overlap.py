@@ -4,6 +4,7 @@ No clock: a transfer that has begun does not end before others have begun beside
 after the other, the first one waits until a deadline, and what asked for it fails.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -163,7 +164,7 @@ def test_moves_state_dicts_and_checkpoints(tmp_path: Path) -> None:
     module = torch.nn.ParameterList([param])
 
     def saved() -> dict[str, Any]:
-        return optimizer.state_dict()
+        return copy.deepcopy(optimizer.state_dict())  # the dict itself is live, and reads nothing
 
     acts: list[tuple[str, dict[str, range], Callable[[], object]]] = [
         ("from memory to a directory", writes, lambda: optimizer.offload(tmp_path / "one")),
