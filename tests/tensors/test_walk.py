@@ -238,7 +238,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 @pytest.mark.parametrize("count", [6, pytest.param(ALL, marks=pytest.mark.slow)], ids=["drawn", "whole"])
 def test_a_write_takes_effect_or_is_refused(ranks: Pool, count: int) -> None:
-    """Also: a new class of tensors has a row in :func:`stand_ins`, or a reason. The default run draws the same cells."""
+    """Also: a new class of tensors has a row in :func:`stand_ins`, or a reason. Default runs draw the same cells."""
     seed = 0
     for world in (1, 2):
         for rank, found in enumerate(ranks.run(walk, seed, count, world=world)):
