@@ -254,7 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         return self.engine.unsharded(ema, alone)
 
-    def gradient_weight(self, tokens: int, average: bool = True) -> None:
+    def gradient_weight(self, tokens: int | torch.Tensor, average: bool = True) -> None:
         """Gives the next backward's gradients a weight: those of the step become the mean over all tokens. Local.
 
         Call it before each backward of a step, on every rank, with the number of tokens (or samples) that the loss is
@@ -263,7 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         contribute nothing, not even a NaN. It needs the module, and costs no message.
 
         Args:
-            tokens: whole number, 0 or more.
+            tokens: whole number, 0 or more, or a tensor of one element that holds it.
             average: False leaves out the division: the sum over all tokens. The same for a whole step.
 
         Raises:
