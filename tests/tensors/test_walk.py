@@ -6,6 +6,7 @@ default each stand-in gets a drawn sample of them, whose seed is in the message 
 
 import random
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -196,6 +197,7 @@ def walk(seed: int, count: int, only: str = "", with_schemas: bool = True) -> di
     Args:
         count: the number of writes that are drawn for each stand-in; below ``ALL`` over some of them, drawn too.
     """
+    warnings.simplefilter("ignore")  # of torch, about functions that it would rather not be asked for
     wrong, cells, classes = [], Counter[str](), set()
     kinds = [(name, make) for name, make in stand_ins() if only in name]
     drawn = {name for name, _ in (kinds if count == ALL or only else random.Random(seed).sample(kinds, 8))}
