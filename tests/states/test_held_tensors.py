@@ -266,6 +266,23 @@ def expressions() -> None:
     opt.close()
 
 
+def copies_of_consolidated() -> None:
+    """Whole and plain where they were gathered, so that one rank saves them after later steps; parts elsewhere."""
+    params, opt = stepped({})
+    wanted = whole(opt.state[params[0]]["exp_avg"])
+    opt.consolidate_state_dict(to=1)
+    held = opt.state[params[0]]["exp_avg"]
+    copied, half = held.clone(), held.half()
+    step(params, opt)
+    assert isinstance(held, Part) and not torch.equal(whole(held), wanted)
+    is_there = dist.get_rank() == 1
+    assert {type(each) is Tensor for each in (copied, half)} == {is_there}
+    if is_there:
+        assert torch.equal(copied, wanted) and torch.equal(half, wanted.half())
+    assert isinstance(opt.state[params[0]]["exp_avg"].clone(), Part)  # the step ended what was gathered
+    opt.close()
+
+
 def ranks_that_differ() -> None:
     rank = dist.get_rank()
     for options in ({}, {"stage": 0}, {"state_format": "int8"}):
@@ -301,6 +318,10 @@ def ranks_that_differ() -> None:
 
 def test_ranks_that_write_otherwise(ranks: Pool) -> None:
     ranks.run(ranks_that_differ, world=2)
+
+
+def test_copies_of_what_was_consolidated_are_plain(ranks: Pool) -> None:
+    ranks.run(copies_of_consolidated, world=2)
 
 
 def test_copies_and_arrays(ranks: Pool) -> None:
