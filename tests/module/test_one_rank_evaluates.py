@@ -183,10 +183,8 @@ def killed() -> None:
             model(torch.ones(2, W))
             time.sleep(2 * DEADLINE)
             os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with raises(CommunicationError, "rank 0"):
+    with raises(CommunicationError, "rank 0", "by peer"):  # its connections ended: no deadline had to pass
         train_step(model, opt, 1)
-    assert time.monotonic() - began < 20
 
 
 def test_one_rank_evaluates(ranks: Pool) -> None:
