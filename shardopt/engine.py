@@ -177,7 +177,7 @@ class Engine(Bindings):
                 "yourself: reduce_gradients() reduces what backwards under no_sync() accumulated, and without the "
                 "module shardopt reduces no gradients."
             )
-        if ZeroStage(self.options.stage).shards_gradients or self.options.release_gradients:
+        if ZeroStage(self.options.stage).shards_gradients:
             return  # every backward has reduced them
         self.bind_module()
         reduce_together(self.ensure_domains().main, self.takeover.backward)

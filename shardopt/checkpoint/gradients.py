@@ -11,6 +11,7 @@ from ..tensors.gradient_slice import settle
 from .records import GradientInfo
 
 if TYPE_CHECKING:
+    from ..domain.domain import Domain
     from ..domain.param import ParamRecord
     from ..tensors.gradient_slice import GradientSlice
 
@@ -20,9 +21,14 @@ def describe(gradient_slice: GradientSlice) -> GradientInfo:
     return GradientInfo(divisor=gradient_slice.summed()[1], norms=gradient_slice.norms)
 
 
+def accumulates_alone(domain: Domain | None) -> bool:
+    """True if gradients of ``no_sync()`` are the only ones that a script accumulates: no sum of others is kept."""
+    return domain is not None and domain.options.release_gradients
+
+
 def restore(
     entry: ParamRecord,
-    gradient_slice: GradientSlice,
+    gradient_slice: GradientSlice | None,
     about: GradientInfo | None,
     own: torch.Tensor | None,
     world_size: int,
@@ -34,9 +40,10 @@ def restore(
         own: this rank's gradient that was not reduced.
         world_size: the number of data-parallel ranks now.
     """
-    gradient_slice.pending = gradient_slice.undivided = None
+    if gradient_slice is not None:
+        gradient_slice.pending = gradient_slice.undivided = None
     with torch._C.DisableTorchFunctionSubclass():  # the param may be released
-        if about is None:
+        if about is None or gradient_slice is None:
             entry.show_gradient(own)
             return
         gradient_slice.divisor = about.divisor

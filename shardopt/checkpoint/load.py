@@ -260,7 +260,7 @@ class Loading:
             param = model.params[name]
             if param.entry is not None:
                 self._commit_param(param, param.entry, match.states.get(name))
-                if param.entry.gradient_slice is not None:
+                if param.entry.gradient_slice is not None or gradients.accumulates_alone(param.domain):
                     about = self.plan.sums.get(param.param)
                     own = self.plan.gradients.get(param.param)
                     gradients.restore(param.entry, param.entry.gradient_slice, about, own, model.data_ranks.size)

@@ -13,6 +13,7 @@ from ..domain.residual import residual_of
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS, FP32, BlockFormat, format_of
 from ..rules.rule import EMA
+from . import gradients
 from .assemble import Assembly, source_of, sources_of
 from .elements import flat_of, has_flat_view, shard_writer, strides_of, writer_of
 from .param_box import ParamBox, StridedBox
@@ -170,13 +171,15 @@ class LoadPlan:
             self._residual(member, saved)
         if not kinds:
             return
-        if member.entry is None or member.entry.gradient_slice is None:
+        gradient_slice = None if member.entry is None else member.entry.gradient_slice
+        if gradient_slice is None and ("reduced" in kinds or not gradients.accumulates_alone(member.domain)):
             raise CheckpointError(
                 "hand the module over (ShardedAdamW(module, ...)), without release_gradients, as when it was saved: "
                 f"the checkpoint's accumulated gradients of {saved!r} would be lost."
             )
         if "reduced" in kinds:
-            kept = member.entry.gradient_slice.total.dtype
+            assert gradient_slice is not None
+            kept = gradient_slice.total.dtype
             sources = self._sources(member, saved, "reduced", "gradients")
             self._slice(member, saved, "reduced", "gradients")
             first = next(iter(sources))

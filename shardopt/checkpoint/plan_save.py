@@ -250,10 +250,13 @@ def _plan_gradient(plan: SavePlan, member: ModelParam) -> GradientInfo | None:
     """Plans the gradient that was accumulated since the last step. Returns what is known of its sum."""
     slot, grad = (None, None) if member.entry is None else (member.entry.gradient_slice, member.entry.grad)
     about = None
-    if slot is None or grad is None or member.shard is None:
+    if grad is None or member.shard is None:
         return None
     own: torch.Tensor | None = grad
-    if slot.shows_in(grad):
+    if slot is None:
+        if not gradients.accumulates_alone(member.domain) or isinstance(grad, Part):
+            return None
+    elif slot.shows_in(grad):
         own = slot.pending
         if not slot.is_used:
             about = gradients.describe(slot)

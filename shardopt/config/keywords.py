@@ -48,8 +48,8 @@ class OptionKeywords(TypedDict, total=False):
     max_grad_norm: float | None
     """Clipping to a global 2-norm, fused into the step; its bits do not depend on the number of ranks."""
     release_gradients: bool
-    """Update each bucket in backward, as soon as it is reduced, and keep no gradient: stages 0 and 1 with the module,
-    one backward a step.
+    """Update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient: stages 0 and 1
+    with the module.
     """
     reduce_dtype: torch.dtype | Traffic | None
     """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype). ``"int8"``, ``"int4"``: in blocks of

@@ -155,9 +155,10 @@ class Options:
         ema: decay of a moving average of the weights, kept as one more state and read by ``unsharded(ema=True)``.
         max_grad_norm: clip gradients to this global 2-norm inside the step.
         release_gradients: update each bucket in backward, as soon as its gradients are reduced, and keep none of them:
-            4 bytes a param less, at stage 1 over several ranks 4/N. Takes the module, stage 0 or 1 and one backward a
-            step; what looks at all gradients before the update (clipping, a GradScaler, accumulation, skipping a step
-            for an Inf or NaN in some of them) is refused by name. See docs/stages.md.
+            4 bytes a param less, at stage 1 over several ranks 4/N. Takes the module and stage 0 or 1. With gradient
+            accumulation the last backward of a step does so, and those before it are under ``no_sync()``. What looks
+            at all gradients before the update (clipping, a GradScaler, skipping a step for an Inf or NaN in some of
+            them) is refused by name. See docs/stages.md.
         reduce_dtype: in which gradients travel; they are summed in fp32 in any case (by NCCL: in this dtype). None:
             the gradient's own. ``"int8"``: quantized in blocks of 256 elements, one byte and a 64th an element, and
             summed in fp32 over NCCL too; ``"int4"``: half a byte and a 64th. They travel by messages then, also
@@ -242,8 +243,8 @@ class Options:
     )
     release_gradients: bool = option(
         False,
-        "update each bucket in backward, as soon as it is reduced, and keep no gradient: stages 0 and 1 with the "
-        "module, one backward a step ([what it takes](stages.md#gradients-released))",
+        "update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient: stages 0 "
+        "and 1 with the module ([what it takes](stages.md#gradients-released))",
         flag,
         flag=Flag("keep none, where that can be: at stage 0 and 1, not offloaded", "released gradients"),
     )

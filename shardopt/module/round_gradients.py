@@ -136,7 +136,8 @@ class RoundGradients:
         fresh: list[int] = []  # gradients that begin anew
         for entry in self.entries:
             gradient_slice = entry.gradient_slice
-            if not entry.outer.requires_grad:
+            # A sum that is used at once waits for what micro-batches brought before the param was frozen.
+            if not entry.outer.requires_grad and (gradient_slice is not None or entry.outer.grad is None):
                 absent[entry.shard.number].add(entry.index)
             if gradient_slice is None:
                 continue

@@ -7,8 +7,8 @@
     update               |  0     |  1       |  2   report, agree, gather, commit
     live       [0]      [0 1]    [1 2]      [2]     no gradient is left
 
-Whatever a step decides with all gradients at hand (clipping, loss scaling, a second backward) cannot be decided here,
-and is refused. When backward returns, all ranks have taken the step; ``step()`` returns its outcome and lets the next
+Backwards under ``no_sync()`` accumulate in ``param.grad``; the last one reduces what they left, and updates. Whatever a
+step decides with all gradients at hand (clipping, loss scaling) cannot be decided here, and is refused. When backward returns, all ranks have taken the step; ``step()`` returns its outcome and lets the next
 one begin. An error in the middle of a backward leaves some buckets updated and others not, and other ones on each
 rank: the domain is broken then.
 
@@ -147,18 +147,23 @@ class UpdateInBackward(Backward):
 
     def reduce_gradient(self, entry: ParamRecord) -> None:
         self.lead.decide()
-        if not self.is_syncing:
-            raise ShardoptError(
-                "with release_gradients=True run the module's own forward (or call optimizer.bind() before), and call "
-                f"backward() outside of no_sync(), once a step: {entry.name} got a gradient under no_sync(), or after "
-                "no forward of the module that was handed over, which would have to be kept for a later backward."
-            )
+        if not self.is_syncing and self._outcome is not None:
+            raise second_backward()
         super().reduce_gradient(entry)
 
     @holding("backward()")
     def open_round(self) -> None:
         if self._outcome is not None and not any(entry.param.requires_grad for entry in self.entries):
             return  # the backward runs through a frozen module, and adds nothing to the gradients that were used
+        self._open_step()
+        super().open_round()
+
+    def reduce_now(self) -> None:
+        if self._outcome is None:  # else backward has used all gradients
+            self._open_step()
+            super().reduce_now()
+
+    def _open_step(self) -> None:
         try:
             if self._outcome is not None:
                 raise second_backward()
@@ -167,7 +172,6 @@ class UpdateInBackward(Backward):
         except BaseException:
             self._reducer.abandon_round()  # the other ranks need not wait for this one
             raise
-        super().open_round()
 
     def _prepare(self) -> _OpenStep:
         domain, (groups, defaults, whole) = self._domain, self._begin()
@@ -378,10 +382,10 @@ def drop_gradients(params: Sequence[torch.nn.Parameter]) -> None:
     for param in params:
         if param.grad is not None and not isinstance(param.grad, ReleasedGradient):
             raise ShardoptError(
-                "run forward and backward of the module that was handed over (or call optimizer.bind() before), or "
-                f"omit release_gradients: a param of shape {tuple(param.shape)} has a gradient that no backward handed "
-                "over. It was assigned by hand, or its backward began in a submodule before the first forward of the "
-                "module, and a step would omit it."
+                "run the last backward before step() outside of no_sync(), through the module that was handed over, or "
+                f"call reduce_gradients(): a param of shape {tuple(param.shape)} has a gradient that no backward handed "
+                "over. It was accumulated under no_sync() or assigned by hand, or its backward began in a submodule "
+                "before the first forward of the module, and a step would omit it."
             )
     for param in params:
         param.grad = None

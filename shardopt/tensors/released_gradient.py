@@ -14,9 +14,9 @@ aten = torch.ops.aten
 def second_backward() -> ShardoptError:
     """Returns the error for a second backward before ``step()``."""
     return ShardoptError(
-        "call step() after each backward (sum several losses into one), or construct the optimizer without "
-        "release_gradients for gradient accumulation: a second backward began before step(), and the first one's "
-        "gradients were used for an update and are gone. If the first was of another module's loss, which runs through "
+        "run all backwards of a step but the last under no_sync(), or sum several losses into one, and call step() after "
+        "the last: a second backward began before step(), and the first one's gradients were used for an update "
+        "(release_gradients=True) and are gone. If the first was of another module's loss, which runs through "
         "this module, freeze this module's params meanwhile (requires_grad_(False)): they were updated."
     )
 
@@ -44,7 +44,7 @@ class ReleasedGradient(Part):
 
     def _gone(self, what: str) -> StateError:
         return StateError(
-            "construct the optimizer without release_gradients to clip, scale, accumulate or log gradients: the "
+            "construct the optimizer without release_gradients to clip, scale or log gradients: the "
             f"gradient of {self.whose} was used for the update and released while backward ran "
             f"(release_gradients=True), and {what}. After step(), optimizer.grad_norm is the norm of all gradients. "
             "If a GradScaler scaled the loss, the update was wrong: load a checkpoint."

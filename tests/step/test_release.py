@@ -31,6 +31,7 @@ from shardopt import (
     ShardoptError,
     StateError,
     Tuning,
+    load_checkpoint,
     save_checkpoint,
 )
 from shardopt.config import Options
@@ -203,6 +204,49 @@ def test_a_param_that_leaves_its_group_and_returns_keeps_all_of_its_master() -> 
             model.zero_grad()
         ends.append([raw(each) for param in model.parameters() for each in (param, *opt.state[param].values())])
     assert ends[0] == ends[1]
+
+
+def accumulated(released: bool, stage: int, folder: Any, kind: str) -> list[bytes]:
+    """Steps of three backwards each, with gradients that only the first one or only the last one brings."""
+    make, loss, optimizer, keywords = CASES[kind]
+    torch.manual_seed(0)
+    model = make()
+    opt = optimizer(model, **keywords, stage=stage, release_gradients=released, tuning=tuning())
+    wrapped = DistributedDataParallel(model)
+    heads = [each for each in model.children() if isinstance(each, nn.Linear)][-1:]
+    for step in range(4):
+        opt.zero_grad()
+        for turn in range(3):
+            is_paused = turn < 2 or step == 2  # then nothing is reduced within a backward
+            for param in heads[0].parameters() if heads else ():
+                param.requires_grad_(not (step == 1 and turn == 2))
+            with (wrapped if step == 3 else opt).no_sync() if is_paused else nullcontext():
+                loss(wrapped if step == 3 else model, 3 * step + turn).backward()
+            if step == 1 and turn == 0:
+                save_checkpoint(folder, model, opt)
+                opt.zero_grad()
+                load_checkpoint(folder, model, opt)
+        for param in heads[0].parameters() if heads else ():
+            param.requires_grad_(True)
+        if step == 2:
+            opt.reduce_gradients()
+            opt.reduce_gradients()  # there is nothing left
+        opt.step()
+    found = bits(model, opt)
+    assert opt.updates == 4
+    opt.close()
+    return found
+
+
+def accumulates(folder: Any) -> None:
+    for stage, kind in itertools.product((0, 1), ("fp32", "small formats", "unused")):
+        plain, released = (accumulated(each, stage, folder / f"{stage}{kind}{each}", kind) for each in (False, True))
+        assert plain == released, f"{kind}, stage {stage}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_last_backward_of_an_accumulation_releases(world: int, ranks: Pool, tmp_path: Any) -> None:
+    ranks.run(accumulates, tmp_path, world=world)
 
 
 def adversaries(**keywords: Any) -> list[bytes]:
@@ -397,13 +441,13 @@ def refuses_what_comes_too_late(stage: int, folder: Any) -> None:
     opt.zero_grad()
     assert before == bits(model, opt)
     assert opt.step() is None and opt.updates == 2
-    # So is what is to be accumulated, by either no_sync().
-    before = bits(model, opt)
+    # So are a backward of the next step that would only accumulate, by either no_sync(), and a step of nothing else.
     wrapped = DistributedDataParallel(model)
+    before = bits(model, opt)
     for outer, context in ((model, opt.no_sync), (wrapped, wrapped.no_sync)):
-        with context(), raises(ShardoptError, "no_sync()", "once a step"):
+        with context():
             on_tokens(outer, 9).backward()
-        with raises(ShardoptError, "no backward handed over"):
+        with raises(ShardoptError, "outside of no_sync()", "reduce_gradients()"):
             opt.step()
         opt.zero_grad()
     model.out.bias.grad = torch.ones_like(model.out.bias)
