@@ -8,9 +8,9 @@
     live       [0]      [0 1]    [1 2]      [2]     no gradient is left
 
 Backwards under ``no_sync()`` accumulate in ``param.grad``; the last one reduces what they left, and updates. Whatever a
-step decides with all gradients at hand (clipping, loss scaling) cannot be decided here, and is refused. When backward returns, all ranks have taken the step; ``step()`` returns its outcome and lets the next
-one begin. An error in the middle of a backward leaves some buckets updated and others not, and other ones on each
-rank: the domain is broken then.
+step decides with all gradients at hand (clipping, loss scaling) cannot be decided here, and is refused. When backward
+returns, all ranks have taken the step; ``step()`` returns its outcome and lets the next one begin. An error in the
+middle of a backward leaves some buckets updated and others not, and other ones on each rank: the domain is broken then.
 
 An update writes to params while backward goes on. Autograd accumulates the gradient of a param after all that used the
 param has run backward, so no node reads it any more. A graph that was given ``param.detach()`` still reads it: it
@@ -382,10 +382,10 @@ def drop_gradients(params: Sequence[torch.nn.Parameter]) -> None:
     for param in params:
         if param.grad is not None and not isinstance(param.grad, ReleasedGradient):
             raise ShardoptError(
-                "run the last backward before step() outside of no_sync(), through the module that was handed over, or "
-                f"call reduce_gradients(): a param of shape {tuple(param.shape)} has a gradient that no backward handed "
-                "over. It was accumulated under no_sync() or assigned by hand, or its backward began in a submodule "
-                "before the first forward of the module, and a step would omit it."
+                "run the last backward before step() outside of no_sync(), through the module that was handed over, "
+                f"or call reduce_gradients(): a param of shape {tuple(param.shape)} has a gradient that no backward "
+                "handed over. It was accumulated under no_sync() or assigned by hand, or its backward began in a "
+                "submodule before the first forward of the module, and a step would omit it."
             )
     for param in params:
         param.grad = None

@@ -14,9 +14,9 @@ aten = torch.ops.aten
 def second_backward() -> ShardoptError:
     """Returns the error for a second backward before ``step()``."""
     return ShardoptError(
-        "run all backwards of a step but the last under no_sync(), or sum several losses into one, and call step() after "
-        "the last: a second backward began before step(), and the first one's gradients were used for an update "
-        "(release_gradients=True) and are gone. If the first was of another module's loss, which runs through "
+        "run all backwards of a step but the last under no_sync(), or sum several losses into one, and call step() "
+        "after the last: a second backward began before step(), and the first one's gradients were used for an "
+        "update (release_gradients=True) and are gone. If the first was of another module's loss, which runs through "
         "this module, freeze this module's params meanwhile (requires_grad_(False)): they were updated."
     )
 
