@@ -31,7 +31,7 @@ GROUPS = {
     "hot path": _HOT_PATH,
     "hot path and its agreements": (
         *_HOT_PATH,
-        "partition/gatherer.py",
+        "units/gatherer.py",
         "partition/gradient_buckets.py",
         "domain/agreement.py",
     ),

@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("step",),
     ("module", "states", "activations"),
     ("domain",),
+    ("remote", "units"),
     ("partition",),
     ("tensors", "kernels", "rules", "offload"),
     ("config",),

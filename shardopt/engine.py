@@ -41,8 +41,6 @@ from .option import given_in_words
 from .partition.comm.group import Ranks
 from .partition.comm.together import Relay
 from .partition.mesh import everyone_of
-from .partition.schedule import Schedule
-from .partition.unit_view import Units, UnitView
 from .partition.zero_stage import ZeroStage
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
@@ -52,6 +50,8 @@ from .step.program import ELEMENTWISE
 from .step.step import NOTHING_DONE, Call, check_unbroken, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 from .tensors.unsharded_guard import ALONE
+from .units.schedule import Schedule
+from .units.unit_view import Units, UnitView
 
 if TYPE_CHECKING:
     from .config import Options

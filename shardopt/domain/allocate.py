@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
     from ..partition.comm.all_gather import ShardCode, Window
     from ..partition.layout import BucketLayout
-    from ..partition.unit import ParamShard
+    from ..units.unit import ParamShard
     from .bucket_plan import PlannedBucket
     from .domain import Domain
     from .gradient_code import GradientCode

@@ -37,11 +37,11 @@ from .connect import connect, open_windows
 from .dtensors import is_dtensor
 from .experts import own_units
 from .frozen import kept_whole
+from .model_units import UnitPlan, check_names, units_of
 from .param import named_params
 from .precision import check_castable, dtype_in_model
 from .recut import recut
 from .tiers import check_offload, make_landing
-from .units import UnitPlan, check_names, units_of
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..partition.comm.transport import Transport
-from ..partition.gatherer import Gatherer
 from ..partition.reducer import Reducer
+from ..units.gatherer import Gatherer
 from .domain import Links
+from .model_units import gathering_budget
 from .remote_states import RemoteStates
 from .sharded_params import ShardedParams
-from .units import gathering_budget
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding

@@ -22,10 +22,10 @@ from ..offload.kept import Kept
 from ..partition.comm.group import Ranks, Traffic
 from ..partition.comm.transport import Transport
 from ..partition.zero_stage import ZeroStage
+from ..remote.epoch import Epoch
 from ..tensors.edits import Edits
 from .agreement import agreed
 from .bucket_plan import MatrixStats, matrix_stats
-from .epoch import Epoch
 from .listed import ListedParams
 from .members import Members
 from .overlapped_gather import OverlappedGather
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
     from ..offload.store import ShardStorage, Store
     from ..partition.comm.async_gather import AsyncGather
-    from ..partition.gatherer import Gatherer
     from ..partition.mesh import Mesh
     from ..partition.reducer import Reducer
+    from ..remote.epoch import Moment
     from ..rules import Rule
+    from ..units.gatherer import Gatherer
     from .dtensors import DTensorLocals
-    from .epoch import Moment
     from .param import Candidate, Group, ParamRecord
     from .remote_states import RemoteStates
     from .shard import Shard

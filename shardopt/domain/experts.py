@@ -10,13 +10,13 @@ import torch
 
 from ..errors import BindingError
 from .members import Members
-from .units import CONTAINERS, units_of
+from .model_units import CONTAINERS, units_of
 
 if TYPE_CHECKING:
     from ..config import Options
     from .domain import Domain
+    from .model_units import UnitPlan
     from .param import Group
-    from .units import UnitPlan
 
 
 def check_experts(options: Options, everyone: Sequence[int], experts: Sequence[Sequence[int]]) -> None:

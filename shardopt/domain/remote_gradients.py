@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from ..errors import StateError
+from ..remote.epoch import Moment
 from ..tensors.gradient_slice import GradientSlice, divide_
-from .epoch import Moment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from ..errors import StateError
-from .ended_peers import groups_between
-from .peers import Peers
+from ..remote.ended_peers import groups_between
+from ..remote.peers import Peers
 from .remote_gradients import Reducing, mean_at, names_gradient
 
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
-    from .epoch import Epoch, Moment
+    from ..remote.epoch import Epoch, Moment
     from .shard import Shard
 
 
@@ -92,7 +92,7 @@ class RemoteStates:
         self.peers.retire()
 
     def close(self) -> None:
-        """Stops serving; see :meth:`shardopt.domain.peers.Peers.close`."""
+        """Stops serving; see :meth:`shardopt.remote.peers.Peers.close`."""
         if not self._is_closed:
             self._is_closed = True
             self.peers.close()

@@ -16,10 +16,10 @@ from ..kernels.tables import BLOCK
 from ..offload.store import Chunk, Plane
 from ..partition.layout import Piece
 from ..partition.memory import zeros
-from ..partition.unit import ParamShard
 from ..rules.passes import passes_of
 from ..rules.rule import EMA
 from ..tensors.strides import dense_strides, flattened, in_storage_order
+from ..units.unit import ParamShard
 from .shard_tables import ShardTables
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from ..offload.store import Store
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import Window
-    from ..partition.gatherer import Gatherer
     from ..partition.gradient_buckets import DeviceSum, PassingSum
-    from ..partition.unit import GatheredBucket, Unit
     from ..rules import Variant
+    from ..units.gatherer import Gatherer
+    from ..units.unit import GatheredBucket, Unit
     from .formats import StreamFormats
     from .host_sum import HostSum
 

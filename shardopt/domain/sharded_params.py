@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import OffloadError
-from ..partition.unit import Unit
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import mark_sharded, mark_whole, refused_alone
+from ..units.unit import Unit
 from .dtensors import local_tensor, placed_as, shown_as
 from .full_state_dict import take_parts_along
 from .shard import Shard
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import Window
     from ..partition.comm.transport import Transport
-    from ..partition.gatherer import Gatherer
     from ..partition.layout import Piece
     from ..partition.readable import Readable
-    from ..partition.unit import GatheredBucket, ParamShard
-    from .units import UnitPlan
+    from ..units.gatherer import Gatherer
+    from ..units.unit import GatheredBucket, ParamShard
+    from .model_units import UnitPlan
 
 Gather = Callable[[Shard, str], torch.Tensor]
 GatherSlices = Callable[[Shard, torch.Tensor, str], torch.Tensor]

@@ -22,7 +22,7 @@ import torch
 
 from ..errors import OffloadError, StateError
 from ..partition.memory import zeros
-from ..partition.unit import ParamShard
+from ..units.unit import ParamShard
 from .agreement import agreed
 
 if TYPE_CHECKING:

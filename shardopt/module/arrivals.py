@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..partition.streams import current_stream
-from ..partition.unit import UnitState
 from ..tensors.gradient import GradientPart
+from ..units.unit import UnitState
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
-    from ..partition.unit import Unit
+    from ..units.unit import Unit
 
 
 class Arrivals:

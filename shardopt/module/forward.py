@@ -45,10 +45,10 @@ from ..domain.dtensors import is_dtensor, local_tensor, shown_as
 from ..domain.experts import own_units
 from ..domain.turn import holding
 from ..errors import ReleasedError
-from ..partition.unit_orders import Direction
 from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern, refused_alone
+from ..units.unit_orders import Direction
 from .hooks import KeepingHook, ModuleHook, call_while_alive
 from .nested import tensors_within, with_own_nodes
 from .running import MODULE_FILE, Place, backward_runs, in_backward
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from ..domain.called import CalledModule
     from ..domain.domain import Domain
     from ..domain.sharded_params import ShardedParams
-    from ..partition.gatherer import Gatherer
     from ..partition.readable import Readable
-    from ..partition.unit import Unit
+    from ..units.gatherer import Gatherer
+    from ..units.unit import Unit
 
 # Of params that a call reads although they are of no module of its own, the first are shown one by one, until they are
 # this part of their bucket. Then all of it is shown: that costs as much as so many of them, one by one. So a read costs

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.units import params_by_module
+from ..domain.model_units import params_by_module
 from ..errors import CommunicationError
 from .hooks import ModuleHook
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from ..config import OptionKeywords
     from ..domain.timings import Timings
     from ..engine import Engine
-    from ..partition.schedule import Schedule
-    from ..partition.unit_view import UnitView
     from ..rules import Rule
     from ..states.weight_stream import WeightStream
+    from ..units.schedule import Schedule
+    from ..units.unit_view import UnitView
     from .reports import Handle, Writer
     from .state_view import StateView
 

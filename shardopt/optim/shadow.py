@@ -34,17 +34,17 @@ from ..domain.hyperparameters import plain_numbers
 from ..errors import ShardoptError
 from ..module.backward import Backward
 from ..module.ddp import syncs_buffers
-from ..partition.unit import UnitState
-from ..partition.unit_orders import Direction
 from ..step.step import Call
+from ..units.unit import UnitState
+from ..units.unit_orders import Direction
 from .announcement import SPARSE, Announcement, dtype_of, edits_of, follow_edits, follow_numbers
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..module.takeover import ModuleTakeover
     from ..partition.comm.group import Ranks
-    from ..partition.gatherer import Gatherer
-    from ..partition.unit import Unit
+    from ..units.gatherer import Gatherer
+    from ..units.unit import Unit
 
 _OFF = _JoinConfig.construct_disabled_join_config()
 _PHASE = "telling ranks that have run out of batches"

@@ -14,8 +14,8 @@ from ..tensors.part import Part
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
-    from ..domain.epoch import Moment
     from ..domain.param import Group, ParamRecord
+    from ..remote.epoch import Moment
 
 
 def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:

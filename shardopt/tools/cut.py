@@ -16,7 +16,7 @@ from ..domain.dtensors import is_dtensor
 from ..domain.param_names import without_wrappers
 
 if TYPE_CHECKING:
-    from ..domain.units import UnitPlan
+    from ..domain.model_units import UnitPlan
 
 _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:(\d+)\.)?")
 

@@ -14,17 +14,17 @@ from torch import nn
 from ..config import Options
 from ..domain.bucket_plan import NO_MATRICES, MatrixStats, PlannedBucket, matrix_stats, plan_buckets
 from ..domain.formats import OWN_DTYPE, formats_for
+from ..domain.model_units import gathering_budget, units_of
 from ..domain.param_names import matching
-from ..domain.units import gathering_budget, units_of
-from ..partition.schedule import assumed_orders, plan_schedule
 from ..partition.zero_stage import ZeroStage
 from ..rules.rule import EMA
+from ..units.schedule import assumed_orders, plan_schedule
 from .cut import params_by_stage
 
 if TYPE_CHECKING:
     from ..domain.formats import StreamFormats
+    from ..domain.model_units import UnitPlan
     from ..domain.param import Candidate, Group
-    from ..domain.units import UnitPlan
     from ..rules import Rule
     from .cut import Cut, StageParams
     from .ways import Way

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from shardopt import ShardedAdamW, Tuning
-from shardopt.domain import peers
+from shardopt.remote import peers
 
 rank, folder, waits = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 peers.SILENCE = peers.LINGER = 36000.0

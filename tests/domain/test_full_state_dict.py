@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from shardopt import ShardedAdamW, ShardedOptimizer, ShardedSGD
-from shardopt.domain import peers, serve
 from shardopt.partition.comm.peer_memory import PeerMemory
+from shardopt.remote import peers, serve
 from tests.domain.test_recut import TUNING, network, states_of, train_step
 from tests.support.ranks import Pool
 from tests.support.tensor_parallel import mesh_of, model_of

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
-from shardopt.domain.units import REST, units_of
+from shardopt.domain.model_units import REST, units_of
 
 W = 64
 

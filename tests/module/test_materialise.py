@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from shardopt import BindingError, DisagreementError, ShardedSGD
 from shardopt.partition.bucket import Bucket
 from shardopt.partition.memory import Memory
-from shardopt.partition.unit import GatheredBucket
+from shardopt.units.unit import GatheredBucket
 from tests.support.modules import KEPT, RATES, Block, W, plain, poisoned, small, train_step
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw

@@ -21,7 +21,7 @@ from shardopt import (
     StateError,
     Tuning,
 )
-from shardopt.domain.units import units_of
+from shardopt.domain.model_units import units_of
 from tests.support.comparing import momenta, raw, snapshot
 from tests.support.modules import (
     KEPT,

@@ -51,7 +51,7 @@ _DEEPSPEED = ("tests/integrations/test_deepspeed_training.py::test_trains_as_tor
 FEATURES = (
     Feature(
         "prefetch: units are gathered ahead of their use",
-        "shardopt/partition/schedule.py",
+        "shardopt/units/schedule.py",
         (("while budget.looks_ahead and budget.lists is None", "while False and budget.lists is None"),),
         (
             "tests/partition/test_prefetch.py::test_what_comes_next_is_asked_for_while_there_is_room",
@@ -60,7 +60,7 @@ FEATURES = (
     ),
     Feature(
         "traffic at default settings, stage 3: a unit that is gathered ahead stays until it is used",
-        "shardopt/partition/schedule.py",
+        "shardopt/units/schedule.py",
         (("for each in here if last.get(each, -1) >= at or each in stays}", "for each in here if each in stays}"),),
         ("tests/partition/test_traffic.py::test_at_most_three_units_at_stage_3",),
     ),

@@ -17,7 +17,7 @@ _REASONS = {
     "partition.comm.async_gather": {
         ("AsyncGather.finish", "self._ranks.wait(self._status_messages)"): "for messages: no stream carries them",
     },
-    "partition.gatherer": {
+    "units.gatherer": {
         ("Gatherer._unshard", "self._wait_for_unshard(unit)"): "no scenario quantizes params",
     },
     "partition.comm.reduce_scatter_collective": {

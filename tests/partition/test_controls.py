@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardopt import BindingError, ShardedSGD, ShardoptError
-from shardopt.partition.schedule import Use
+from shardopt.units.schedule import Use
 from tests.partition.test_ranks_apart import CONNECTIONS, Drops, connected, made, trained
 from tests.support.comparing import snapshot
 from tests.support.modules import RATES, Block, W, data, poisoned, small

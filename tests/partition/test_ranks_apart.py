@@ -168,7 +168,7 @@ def one_rank_alone(timeout: float | None) -> None:
         trained(model, opt, [(0, 1)])
     if dist.get_rank() == 0:
         try:
-            with torch.no_grad(), patch("shardopt.partition.gatherer.GATHER_TIMEOUT", timedelta(seconds=2)):
+            with torch.no_grad(), patch("shardopt.units.gatherer.GATHER_TIMEOUT", timedelta(seconds=2)):
                 model(data(0, 4, W), (0, 1))
         except CommunicationError as error:
             assert all(words in str(error) for words in ("gathering first", "rank 1", "optimizer.unsharded()")), error

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardopt import ShardedSGD, Tuning
-from shardopt.partition.schedule import Budget, Schedule, Use, plan_schedule
-from shardopt.partition.unit import UnitState
+from shardopt.units.schedule import Budget, Schedule, Use, plan_schedule
+from shardopt.units.unit import UnitState
 from tests.support.tables import rows_of
 
 if TYPE_CHECKING:
-    from shardopt.partition.gatherer import Gatherer
+    from shardopt.units.gatherer import Gatherer
 
 NAMES = "ABCDEF"
 ORDERS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=14)

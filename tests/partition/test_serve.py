@@ -16,12 +16,12 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt.domain import listener, serve
-from shardopt.domain.epoch import Moment
-from shardopt.domain.listener import Listener, reclaim
-from shardopt.domain.peers import Peers, _connect
-from shardopt.domain.serve import ServedSlices, StateServer
 from shardopt.errors import StateError
+from shardopt.remote import listener, serve
+from shardopt.remote.epoch import Moment
+from shardopt.remote.listener import Listener, reclaim
+from shardopt.remote.peers import Peers, _connect
+from shardopt.remote.serve import ServedSlices, StateServer
 from tests.support.moments import until
 from tests.support.training import raises
 

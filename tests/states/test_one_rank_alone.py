@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import ShardedAdamW, ShardedSGD, ShardoptError, StateError, Tuning
-from shardopt.domain import peers as peers_module
-from shardopt.domain import serve
+from shardopt.remote import peers as peers_module
+from shardopt.remote import serve
 from tests.support.moments import DEADLINE, Moments, until
 from tests.support.ranks import Pool
 from tests.support.scripts import Done, Program
@@ -192,7 +192,7 @@ SCRIPT = """
 import atexit, os, signal, sys, time
 import torch, torch.distributed as dist
 from shardopt import ShardedAdamW, Tuning
-from shardopt.domain import peers, serve
+from shardopt.remote import peers, serve
 from tests.support.moments import Moments
 
 rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]

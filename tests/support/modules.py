@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import ShardedOptimizer, ShardedSGD, Tuning
-from shardopt.partition.gatherer import Gatherer
 from shardopt.partition.memory import Memory
-from shardopt.partition.unit import GatheredBucket, Unit
+from shardopt.units.gatherer import Gatherer
+from shardopt.units.unit import GatheredBucket, Unit
 
 W = 24  # a weight is two and a quarter blocks
 KEPT = 20  # of fewer elements than this, params stay whole

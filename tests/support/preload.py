@@ -28,14 +28,14 @@ import shardopt.checkpoint.load
 import shardopt.checkpoint.prepare
 import shardopt.checkpoint.save
 import shardopt.compilers.native
-import shardopt.domain.peers
-import shardopt.domain.serve
 import shardopt.engine  # and all below it: a module that loads while a test has patched another keeps what it saw
 import shardopt.kernels.native_backend
 import shardopt.kernels.native_formats
 import shardopt.kernels.native_reductions
 import shardopt.kernels.native_words
 import shardopt.optim.shadow
+import shardopt.remote.peers
+import shardopt.remote.serve
 from tests.support import interpreter
 
 if hasattr(os, "SCHED_BATCH"):
@@ -46,7 +46,7 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Ten seconds are a stranger's time. On a busy machine a rank may get no core for as long, and is not dropped for it.
 # Tests of strangers set a short time.
-shardopt.domain.serve.HANDSHAKE = shardopt.domain.peers.HANDSHAKE = 600.0
+shardopt.remote.serve.HANDSHAKE = shardopt.remote.peers.HANDSHAKE = 600.0
 for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
     torch.use_deterministic_algorithms(is_deterministic)
 interpreter.install()

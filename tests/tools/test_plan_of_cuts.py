@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from shardopt import ShardedAdafactor, ShardedAdamW, ShardedMuon, ShardedOptimizer, Tuning
 from shardopt.config import Options
-from shardopt.domain.units import units_of
+from shardopt.domain.model_units import units_of
 from shardopt.tools.cut import Cut, LocalParam, params_by_stage
 from shardopt.tools.decoder import transformer
 from shardopt.tools.need import Need

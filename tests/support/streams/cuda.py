@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import torch
 
-from shardopt.domain import remote_states, serve
+from shardopt.domain import remote_states
 from shardopt.offload import pinned
+from shardopt.remote import serve
 
 from .book import Book
 from .counts import PINNINGS

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardopt import Offload, ShardedAdamW, ShardedOptimizer, Tuning
-from shardopt.domain.epoch import Moment
+from shardopt.remote.epoch import Moment
 
 from .machine import Machine
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError
-from .comm.transport import barrier
+from ..partition.comm.transport import barrier
 
 if TYPE_CHECKING:
-    from .comm.transport import Transport
+    from ..partition.comm.transport import Transport
 
 
 class SliceWrites:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .streams import last_used
+from ..partition.streams import last_used
 
 if TYPE_CHECKING:
-    from .bucket import Bucket
-    from .comm.all_gather import AllGather, Window
-    from .comm.transport import Transport
+    from ..partition.bucket import Bucket
+    from ..partition.comm.all_gather import AllGather, Window
+    from ..partition.comm.transport import Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class Unit:
     """The buckets that are gathered together: one for each dtype and format.
 
     Attributes:
-        name, number: of the unit in the model, see :mod:`shardopt.domain.units`.
+        name, number: of the unit in the model, see :mod:`shardopt.domain.model_units`.
         transport: between the ranks over which it is gathered; if any of their slices is offloaded, one by which no
             rank reads another's memory.
         is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.

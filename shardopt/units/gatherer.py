@@ -32,10 +32,10 @@ from .unit import GatheredBucket, UnitState
 from .unit_orders import Direction, ModelPass, UnitOrders
 
 if TYPE_CHECKING:
-    from .bucket import Bucket
-    from .comm.all_gather import AllGather, Window
-    from .comm.transport import Transport
-    from .memory import Memory
+    from ..partition.bucket import Bucket
+    from ..partition.comm.all_gather import AllGather, Window
+    from ..partition.comm.transport import Transport
+    from ..partition.memory import Memory
     from .schedule import Budget, Use
     from .unit import ParamShard, Unit
     from .unit_orders import Order

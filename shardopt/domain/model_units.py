@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BindingError
-from ..partition.schedule import Budget
+from ..units.schedule import Budget
 from .called import called_modules
 from .param_names import without_wrappers
 
