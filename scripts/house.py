@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("checkpoint",),
     ("optim",),
+    ("calls",),
     ("engine",),
     ("bindings",),
     ("step",),

@@ -178,6 +178,15 @@ class Bindings:
         """All domains; empty before the first forward or step."""
         return [] if self._domains is None else self._domains.domains
 
+    @property
+    def is_bound(self) -> bool:
+        """True from the first forward or step on: there are domains."""
+        return self._domains is not None
+
+    def unbind(self) -> None:
+        """Forgets the domains, which were released: the next forward or step binds anew."""
+        self._domains = None
+
     def ensure_domains(self) -> Domains:
         """Returns the domains; the first call makes the main one."""
         if self._domains is None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..arguments import path, whole
+from ..calls.whole_params import weights
 from ..domain.agreement import agree_on_call, agreed
 from ..errors import CheckpointError
 from ..optim.optimizer import ShardedOptimizer
@@ -85,7 +86,7 @@ def _write(
     directory: Path, engine: Engine, metadata: Mapping[str, torch.Tensor], most: int, dtype: torch.dtype | None
 ) -> None:
     # Closed ahead of the ranks' meeting: an error keeps what its frames refer to.
-    with closing(engine.weights(min(most, 256 << 20), dtype, None)) as stream:
+    with closing(weights(engine, min(most, 256 << 20), dtype, None)) as stream:
         if engine.ranks().rank:
             for _ in stream:
                 pass

@@ -185,7 +185,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             BindingError: a new param could be of several groups. Nothing changed.
             DisagreementError: ranks changed their modules differently. Nothing changed.
         """
-        self.engine.rebind()
+        from ..calls import surgery
+
+        surgery.rebind(self.engine)
 
     def reduce_gradients(self) -> None:
         """Reduces what backwards under :meth:`no_sync` accumulated, or the script assigned. Collective; stages 0 and 1.
@@ -197,7 +199,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             ShardoptError: no module was given, or a backward did not end.
             DisagreementError: another rank makes another call.
         """
-        self.engine.reduce_gradients()
+        from ..calls import gradients
+
+        gradients.reduce_gradients(self.engine)
 
     def gradient_statistics(self, *names: str) -> dict[str, dict[str, float]]:
         """Returns statistics of the mean gradients of all params, by the params' names. Collective: one all-reduce.
@@ -217,7 +221,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             ShardoptError: no module was given, or a backward did not end.
             DisagreementError: another rank makes another call, or asks for others.
         """
-        return self.engine.gradient_statistics(names)
+        from ..calls import gradients
+
+        return gradients.gradient_statistics(self.engine, names)
 
     def sum_tied(self, param: torch.nn.Parameter, group: dist.ProcessGroup | DeviceMesh) -> None:
         """Sums the gradient of a weight that stages of a pipeline hold copies of (tied embeddings). Collective.
@@ -236,7 +242,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             DisagreementError: some ranks have no gradient of it, or one of another shape.
             TypeError: ``group`` is not a process group.
         """
-        self.engine.sum_tied(param, group)
+        from ..calls import gradients
+
+        gradients.sum_tied(self.engine, param, group)
 
     def unsharded(self, ema: bool = False, alone: bool = False) -> AbstractContextManager[None]:
         """Context with whole params on every rank, for ``generate()``, evaluation and export. Collective at both ends.
@@ -252,7 +260,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
                 between forwards, or run the model; writes, backwards and calls that every rank makes are refused.
                 Over messages and shared memory; over NCCL a ShardoptError.
         """
-        return self.engine.unsharded(ema, alone)
+        from ..calls import whole_params
+
+        return whole_params.unsharded(self.engine, ema, alone)
 
     def gradient_weight(self, tokens: int | torch.Tensor, average: bool = True) -> None:
         """Gives the next backward's gradients a weight: those of the step become the mean over all tokens. Local.
@@ -271,7 +281,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             DisagreementError: a rank forgot the call, at the end of that backward and on all ranks.
             ShardoptError: from :meth:`step` on all ranks: there were no tokens at all.
         """
-        self.engine.gradient_weight(tokens, average)
+        from ..calls import gradients
+
+        gradients.gradient_weight(self.engine, tokens, average)
 
     def weights(
         self,
@@ -295,13 +307,17 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             DisagreementError: ranks ask for different weights, or one cannot read its own.
             ShardoptError: params have no names: neither the module nor named params were given.
         """
-        return self.engine.weights(bucket_bytes, dtype, names)
+        from ..calls import whole_params
+
+        return whole_params.weights(self.engine, bucket_bytes, dtype, names)
 
     def weights_metadata(
         self, dtype: torch.dtype | None = None, names: Iterable[str] | None = None
     ) -> dict[str, torch.Tensor]:
         """Returns tensors on the meta device, by name, in the order of :meth:`weights`. Local; nothing is gathered."""
-        return self.engine.weights_metadata(dtype, names)
+        from ..calls import whole_params
+
+        return whole_params.weights_metadata(self.engine, dtype, names)
 
     @_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -447,7 +463,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             OffloadError: the tier cannot hold them. Nothing moved, on any rank.
             TypeError: ``to`` is neither.
         """
-        self.engine.offload(to, params)
+        from ..calls import moves
+
+        moves.offload(self.engine, to, params)
 
     def reload(self, states: bool = True) -> None:
         """Undoes :meth:`offload`: params first. After an OffloadError nothing more moved, on any rank. Collective.
@@ -455,7 +473,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Args:
             states: False brings params alone back, to evaluate or to sync weights; masters and states stay.
         """
-        self.engine.reload(states)
+        from ..calls import moves
+
+        moves.reload(self.engine, states)
 
     def __deepcopy__(self: Optimizer, memo: dict[int, Any]) -> Optimizer:
         """Copies the optimizer with its states; its params are those that ``memo`` maps to, as in torch."""
@@ -509,7 +529,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         A unit is gathered as a whole: one of the model's repeated blocks, or what ``Tuning(units=...)`` says.
         """
-        return self.engine.units()
+        from ..calls import reports
+
+        return reports.units(self.engine)
 
     def schedule(self) -> Schedule:
         """Returns which units are gathered during each use of a unit; ``print(opt.schedule())`` shows a table.
@@ -517,7 +539,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         The first step shows the order of uses. A step that uses units in another order makes another schedule. Empty
         below stage 3, and before the first step.
         """
-        return self.engine.schedule()
+        from ..calls import reports
+
+        return reports.schedule(self.engine)
 
     def program(self) -> str:
         """Returns what the update of the last step did, an operation a line; ``print(opt.program())`` shows it.
@@ -526,11 +550,15 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         exchanges between them, to which all ranks come in this order. Experts with a ``process_group`` of their own
         have a program of their own. Empty before the first step.
         """
-        return self.engine.program()
+        from ..calls import reports
+
+        return reports.program(self.engine)
 
     def timings(self) -> Timings:
         """Returns the seconds of each phase of a step, medians of the last 100. The profiler shows the phases too."""
-        return self.engine.timings()
+        from ..calls import reports
+
+        return reports.timings(self.engine)
 
     def log(self, writer: Writer, every: int = 10) -> Handle:
         """Reports this rank's numbers to a writer, every so many steps. Local.
@@ -575,10 +603,14 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Returns bytes on this rank by kind (param, gradient, master, state, buffer) and tier (device, host, disk)."""
-        return self.engine.memory()
+        from ..calls import reports
+
+        return reports.memory(self.engine)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}Sharded ({self.engine.describe()})\n)"
+        from ..calls import reports
+
+        return f"{super().__repr__()[:-1]}Sharded ({reports.describe(self.engine)})\n)"
 
 
 ShardedOptimizer.__init__.__doc__ = keywords_in_words(Options)  # help() shows it for every class of optimizers

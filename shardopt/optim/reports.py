@@ -46,12 +46,14 @@ class Reporter:
 
     def read(self) -> Facts:
         """Returns the facts after this step."""
+        from ..calls import reports
+
         engine = self._engine
         updates, norm = engine.updates - self._updates, engine.grad_norm
         facts: Facts = {"step": self.steps, "updates": updates, "skipped": self.steps - updates}
         facts |= {} if norm is None else {"grad_norm": norm}
-        facts |= {f"seconds/{phase}": seconds for phase, seconds in engine.timings().items()}
-        for kind, tiers in engine.memory().items():
+        facts |= {f"seconds/{phase}": seconds for phase, seconds in reports.timings(engine).items()}
+        for kind, tiers in reports.memory(engine).items():
             facts |= {f"memory/{kind}/{tier}": nbytes for tier, nbytes in tiers.items()}
         received, steps = engine.traffic(), max(self.steps - self._read_at, 1)
         for kind, nbytes in received.items():

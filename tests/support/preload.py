@@ -24,6 +24,11 @@ import torch.nn.parallel
 
 import shardopt
 import shardopt.activations.partition
+import shardopt.calls.gradients
+import shardopt.calls.moves
+import shardopt.calls.reports
+import shardopt.calls.surgery
+import shardopt.calls.whole_params
 import shardopt.checkpoint.load
 import shardopt.checkpoint.prepare
 import shardopt.checkpoint.save

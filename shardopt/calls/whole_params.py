@@ -1,0 +1,120 @@
+"""Reads of whole params: in place on all ranks or on one, and as a stream of weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..arguments import flag, whole
+from ..domain.agreement import agree_on_call
+from ..domain.alone import read_alone
+from ..domain.unsharded import unsharded as gathered
+from ..engine import live_engines
+from ..errors import StateError
+from ..states.weights import weights_of
+from ..tensors.unsharded_guard import ALONE
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..partition.comm.group import Ranks
+    from ..states.weight_stream import WeightStream
+    from ..states.weights import Weight
+
+
+def unsharded(engine: Engine, ema: object, alone: object) -> AbstractContextManager[None]:
+    """See :meth:`ShardedOptimizer.unsharded`."""
+    if not flag(alone, "unsharded(alone=)"):
+        return _unsharded(engine, ema)
+    if ema:
+        raise ValueError(
+            "give unsharded(ema=True) on every rank, or alone=True for the weights: the average is not read alone."
+        )
+    return _alone(engine)
+
+
+@contextmanager
+def _unsharded(engine: Engine, ema: object) -> Iterator[None]:
+    with engine.turn.take_together("unsharded()"):
+        engine.finish_gathers()
+        engine.bind_to_unshard()
+        context = gathered(engine.domains, engine.rule, ema)
+        context.__enter__()
+
+    def leave(*error: Any) -> bool | None:
+        with engine.turn.hold("the end of unsharded()"):
+            return context.__exit__(*error)
+
+    with ExitStack() as stack:
+        stack.push(leave)
+        yield
+
+
+@contextmanager
+def _alone(engine: Engine) -> Iterator[None]:
+    with engine.turn.take_between(ALONE):
+        engine.check_open()
+        engine.finish_gathers()
+        is_running = engine.takeover is not None and engine.takeover.forward is not None
+        if is_running and engine.takeover.forward.is_running:  # type: ignore[union-attr]
+            raise StateError(f"enter {ALONE} between two forwards: it was entered in the middle of one.")
+        context = read_alone(engine.domains)
+        context.__enter__()
+        engine.turn.alone = ALONE
+
+    def leave(*error: Any) -> bool | None:
+        engine.turn.alone = None
+        with engine.turn.hold(f"the end of {ALONE}"):
+            return context.__exit__(*error)
+
+    with ExitStack() as stack:
+        stack.push(leave)
+        yield
+
+
+@torch.no_grad()
+def weights(engine: Engine, bucket_bytes: object, dtype: torch.dtype | None, names: object) -> WeightStream:
+    """Collective: see :meth:`ShardedOptimizer.weights`."""
+    from ..states.weight_stream import WeightStream
+
+    with engine.turn.take_together("weights()"):
+        engine.check_open()
+        engine.end_stream("weights()")
+        engine.finish_gathers()
+        engine.bind_to_unshard()
+        found: list[Weight] = []
+
+        def read() -> dict[str, Any]:
+            found.extend(_weights(engine, dtype, names))
+            # Of experts each rank has others, by names that may say so.
+            told = [[each.name if len(engine.domains) < 2 else "", *each.told] for each in found]
+            return {"bucket_bytes": whole(bucket_bytes, "weights(bucket_bytes=)", least=1), "weights": told}
+
+        mates: tuple[Ranks, ...]
+        if engine.is_bound:
+            mates = engine.ensure_domains().mates
+            with engine.ensure_domains().raising_together("weights()"):
+                given = agree_on_call("weights()", read, mates[0])
+        else:
+            mates = (engine.ranks(),)
+            given = agree_on_call("weights()", read, mates[0])
+        stream = WeightStream(found, given["bucket_bytes"], mates, engine.turn)
+        engine.stream = weakref.ref(stream)
+        return stream
+
+
+def weights_metadata(engine: Engine, dtype: torch.dtype | None, names: object) -> dict[str, torch.Tensor]:
+    """See :meth:`ShardedOptimizer.weights_metadata`."""
+    with engine.turn.take("weights_metadata()"):
+        engine.check_open()
+        return {each.name: each.meta() for each in _weights(engine, dtype, names)}
+
+
+def _weights(engine: Engine, dtype: torch.dtype | None, names: object) -> list[Weight]:
+    module = None if engine.takeover is None else engine.takeover.module
+    beside = [each for each in live_engines() if each.takeover is not None and each.takeover.module is module]
+    domains = [domain for engine in beside for domain in engine.domains]
+    return weights_of(module, engine.groups, domains, dtype, names)
