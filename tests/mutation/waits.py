@@ -26,13 +26,14 @@ from tests.support.streams.scenarios import Scenario, scenarios
 
 RESULTS = Path(__file__).parent / "results" / "waits.md"
 MODULES = (
-    *(f"partition.{name}" for name in ("streams", "reducer", "gatherer", "gradient_buckets")),
+    *(f"partition.{name}" for name in ("streams", "reducer", "gradient_buckets")),
     *(
         f"partition.comm.{name}"
         for name in ("all_gather", "async_gather", "reduce_scatter_collective", "transport", "group")
     ),
     *(f"offload.{name}" for name in ("streams", "ring", "cpu_step", "gradients", "host")),
     *(
+        "units.gatherer",
         "domain.overlapped_gather",
         "module.overlap_hooks",
         "domain.host_sum",
