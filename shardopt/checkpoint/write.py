@@ -223,9 +223,10 @@ def _finite(item: WriteItem) -> Iterator[torch.Tensor]:
     at = item.start
     for chunk in item.chunks():
         if item.key.section == "params" and chunk.is_floating_point() and chunk.numel():
-            low, high = torch.aminmax(chunk)  # one pass; a NaN is both
+            known = chunk.float() if chunk.element_size() == 1 else chunk  # torch compares no float8
+            low, high = torch.aminmax(known)  # one pass; a NaN is both
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                wrong = at + int(torch.isfinite(chunk).logical_not().nonzero()[0])
+                wrong = at + int(torch.isfinite(known).logical_not().nonzero()[0])
                 raise CheckpointError(
                     "go back to an older checkpoint, or save with allow_nonfinite=True to look at this one: "
                     f"{item.key} holds {float(chunk[wrong - at])} at element {wrong} (in storage order). Nothing was "

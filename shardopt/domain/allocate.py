@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..kernels.formats import GRADIENT_DTYPES
 from ..partition.bucket import Bucket
 from ..partition.gradient_buckets import DeviceSum, GradientBucket, PassingSum
 from .formats import NOTHING, TRAFFIC_FORMATS
@@ -177,7 +178,7 @@ def _sums(
 
 def _param_code(domain: Domain, shard: Shard) -> ShardCode | None:
     asked, ranks = domain.options.gather_dtype, domain.mesh.shard
-    if asked is None or ranks.size == 1:
+    if asked is None or ranks.size == 1 or shard.bucket.dtype not in GRADIENT_DTYPES:
         return None
     from .param_code import ParamCode
 

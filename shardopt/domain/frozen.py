@@ -39,9 +39,9 @@ def warn_of_whole_frozen(domain: Domain, module: torch.nn.Module) -> None:
     names = ", ".join(str(name_of(module, domain.locals.outer_of(param))) for param in whole[:_NAMED])
     rest = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
     warn(
-        "load these frozen params in a dtype of floating point if they should be sharded, or name them in "
+        "load these frozen params as dense tensors if they should be sharded, or name them in "
         f"Tuning(keep=...): {names}{rest} ({', '.join(sorted(set(map(_kind, whole))))}) stay whole on every rank, "
-        f"{sum(map(_bytes_of, whole))} bytes, because buckets of stage 3 hold plain tensors of floating point alone."
+        f"{sum(map(_bytes_of, whole))} bytes, because buckets of stage 3 hold plain dense tensors alone."
     )
 
 
@@ -70,8 +70,7 @@ def _unsharded(domain: Domain, module: torch.nn.Module) -> list[torch.nn.Paramet
 
 
 def _can_be_sharded(param: torch.Tensor) -> bool:
-    is_plain = param.layout is torch.strided and not _wraps(param)
-    return is_plain and param.is_floating_point()
+    return param.layout is torch.strided and not param.is_quantized and not _wraps(param)
 
 
 def _wraps(tensor: Any) -> bool:
@@ -90,4 +89,6 @@ def _bytes_of(tensor: Any) -> int:
     if _wraps(tensor):
         names, _ = tensor.__tensor_flatten__()
         return sum(_bytes_of(getattr(tensor, name)) for name in names)
-    return int(tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.numel())
+    if tensor.layout is torch.sparse_coo:
+        return int(tensor._indices().nbytes + tensor._values().nbytes)
+    return int(tensor.numel() * tensor.element_size())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,7 +100,6 @@ class Shard:
         self.dtype = torch.float32 if keeps_exact else bucket.dtype
         own = exact if keeps_exact else bucket.shard(rank) if is_there else None
         self.param = None if offloads_params else self._zeros() if own is None else own
-        self.format: Format = dtype_format(self.dtype, "a param")
         self.formats = formats
         self.masters = ("master",) if formats.master is not None else ()
         self._known_planes: dict[tuple[str, ...], dict[str, Plane]] = {}  # by what :meth:`_planes` was asked for
@@ -126,6 +126,11 @@ class Shard:
     @property
     def device(self) -> torch.device:
         return self.bucket.device
+
+    @cached_property
+    def format(self) -> Format:
+        """Of the params, which train: what is frozen may have any dtype."""
+        return dtype_format(self.dtype, "a param")
 
     @property
     def param_bytes(self) -> int:
@@ -224,10 +229,10 @@ class Shard:
                 if found is not kept:
                     self.home.write("param", start, found)
             return
-        kind = torch.int16 if values.element_size() == 2 else torch.int32
 
         def is_kept(start: int, stop: int) -> bool:
-            return torch.equal(self.home.read("param", start, stop).to("cpu").view(kind), here[start:stop].view(kind))
+            kept = self.home.read("param", start, stop).to("cpu")
+            return torch.equal(kept.view(torch.uint8), here[start:stop].view(torch.uint8))
 
         here = values.to("cpu")
         if not all(is_kept(*each) for each in self.home.chunks()):

@@ -5,7 +5,6 @@ Stage 3 frees and allocates whole buckets all the time, so the first touch of ne
 """
 
 import ctypes
-import math
 import mmap
 
 import torch
@@ -66,8 +65,8 @@ class Memory:
             if not keeps_pages:
                 self.give_pages_back()
         elif self._is_small:
-            # Not freed: code that no hook knows of would read through a null pointer. NaN is noticed.
-            self.tensor.data.fill_(math.nan)
+            # Not freed: code that no hook knows of would read through a null pointer. NaN, all bits set, is noticed.
+            self.tensor.data.view(torch.uint8).fill_(0xFF)
         elif self.tensor.untyped_storage().resizable():  # not resizable once a view was given to NumPy: it stays
             self.tensor.untyped_storage().resize_(0)
 

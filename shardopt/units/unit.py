@@ -77,7 +77,7 @@ class GatheredBucket:
 
     def encode(self) -> None:
         """Makes the message of this rank's slice, which is in its place in the bucket, to be gathered in its stead."""
-        if self.window.nbytes_received:
+        if self.window.code is not None and self.window.nbytes_received:
             self.messages = self.window.encoded(self.unit.transport.ranks.rank)
 
     def decode(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .group import Pending
+from .group import Pending, as_bytes
 
 if TYPE_CHECKING:
     from .group import Ranks
@@ -145,7 +145,8 @@ def by_collectives(ranks: Ranks, phase: str) -> AllGather:
     """The backend's all-gather. NCCL runs it on its own stream; ``finish`` makes the current stream wait for it."""
 
     def begin(window: Window) -> Callable[[], None]:
-        work = _all_gather_single()(window.flat, window.shard(ranks.rank), group=ranks.group, async_op=True)
+        own, every = as_bytes(window.shard(ranks.rank)), as_bytes(window.flat)
+        work = _all_gather_single()(every, own, group=ranks.group, async_op=True)
         return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
     return AllGather(begin)

@@ -274,7 +274,7 @@ class Ranks:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._route(tensor.device)[1]).contiguous()
-            self._finish(phase, dist.broadcast, message, group_src=root)
+            self._finish(phase, dist.broadcast, as_bytes(message), group_src=root)
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
@@ -295,7 +295,8 @@ class Ranks:
             return lambda: None
         with self.naming(phase):
             group, _ = self._route(tensor.device)
-            pending = Pending(phase, (dist.broadcast(tensor, group_src=root, group=group, async_op=True),))
+            work = dist.broadcast(as_bytes(tensor), group_src=root, group=group, async_op=True)
+            pending = Pending(phase, (work,))
         return partial(self.wait if tensor.device.type == "cpu" else self.wait_on_stream, pending)
 
     def gather(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
@@ -343,6 +344,11 @@ class Ranks:
                 f"{found}. A peer died, left, or did not make the same call in time: every rank must call step(), "
                 "save_checkpoint() and the like. Look at the other ranks' output for the first error."
             ) from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor: backends carry no float8, and NCCL no 16-bit integers."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _look_at(ended: Sequence[int]) -> str:
