@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..domain.dtensors import local_gradient
 from ..domain.memory import memory_in_words, memory_of
@@ -10,6 +10,7 @@ from ..domain.tiers import tier_of
 from ..domain.timings import Timings
 from ..option import given_in_words
 from ..step.program import ELEMENTWISE
+from ..tensors.inner_tensors import kept_beside
 from ..units.schedule import Schedule
 from ..units.unit_view import Units, UnitView
 
@@ -57,7 +58,11 @@ def memory(engine: Engine) -> Memory:
 def _memory(engine: Engine) -> Memory:
     grouped = engine.params
     others = [] if engine.takeover is None else list(engine.takeover.module.parameters())
-    params = dict.fromkeys(map(engine.local_params.of, [*grouped, *others]))
+    params: dict[Any, None] = dict.fromkeys(map(engine.local_params.of, [*grouped, *others]))
+    if engine.takeover is not None:
+        params.update(
+            (tensor, None) for each in engine.takeover.module.modules() for tensor in kept_beside(each).values()
+        )
     grads = [local_gradient(param) for param in dict.fromkeys([*grouped, *others])]
     offload = engine.options.offload_options
     return memory_of(engine.domains, params, grads, offload, tier_of(offload if engine.away is None else engine.away))

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from ..domain.dtensors import is_dtensor, place_of
+from ..domain.members import plain_tensors
 from ..errors import CheckpointError
+from ..tensors.inner_tensors import is_packed, kept_beside, named_inside
 from ..tensors.unsharded_guard import is_sharded
 from .claims import Claims, Held, HeldMeshes, HeldNames, Meshes
 from .collectives import HolderReport
@@ -81,10 +83,12 @@ class Model:
 
     def _find_params(self) -> Iterator[ModelParam]:
         names: dict[nn.Parameter, list[str]] = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
+        for name, param in self._named_tensors():
             names.setdefault(param, []).append(self.name_of(name))
         numbered = [(number, group) for number, engine in enumerate(self.engines) for group in engine.groups]
-        owner = {param: (number, group) for number, group in numbered for param in group["params"]}
+        owner = {
+            each: (number, group) for number, group in numbered for param in group["params"] for each in _inside(param)
+        }
         for param, (number, _) in owner.items():
             if param not in names:
                 raise CheckpointError(
@@ -92,6 +96,7 @@ class Model:
                     f"{number} is not in this module, so it has no name and would be lost."
                 )
         sharded = dict(self._sharded())
+        codes = {id(param) for each in self.module.modules() if kept_beside(each) for param in _packed_of(each)}
         # The ranks of a model's DTensors hold copies of its plain params.
         beside = (mesh_of(param) for param, (_, group) in owner.items() if group.get("process_group") is None)
         self.mesh = next(filter(None, beside), ())
@@ -105,8 +110,16 @@ class Model:
                 mesh_of(param) or self.mesh,
                 None,
                 place=place_of(param),
+                are_codes=id(param) in codes,
             )
             yield self._trained(member, *owner[param], sharded) if param in owner else self._frozen(member, sharded)
+
+    def _named_tensors(self) -> Iterator[tuple[str, Any]]:
+        """Yields params; of quantized ones the plain tensors inside, and the scales that their modules save."""
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            yield from ((name, param),) if is_dtensor(param) else named_inside(param, name)  # as :func:`_inside`
+        for name, each in self.module.named_modules(remove_duplicate=False):
+            yield from ((f"{name}.{key}" if name else key, tensor) for key, tensor in kept_beside(each).items())
 
     def _trained(
         self, member: ModelParam, number: int, group: Group, sharded: Mapping[int, tuple[Domain, Shard, int]]
@@ -191,12 +204,13 @@ class Model:
     def names_in(self, engine: Engine) -> list[list[str]]:
         """Returns the names of the params of each group."""
         name_of = {member.param: name for name, member in self.params.items()}
-        return [[name_of[param] for param in group["params"]] for group in engine.local_groups()]
+        groups = engine.local_groups()
+        return [[name_of[each] for param in group["params"] for each in _inside(param)] for group in groups]
 
     def groups_by_param(self) -> dict[nn.Parameter, Group]:
         """Returns the param group of each trained param, by its local param."""
         groups = (group for engine in self.engines for group in engine.local_groups())
-        return {param: group for group in groups for param in group["params"]}
+        return {each: group for group in groups for param in group["params"] for each in _inside(param)}
 
     @property
     def domains(self) -> list[Domain]:
@@ -257,6 +271,15 @@ class Model:
                     "call this outside of the module's forward and backward: they gather params, what a forward "
                     "writes to them is not in the shards yet, and ranks would wait for each other in different calls."
                 )
+
+
+def _inside(param: nn.Parameter) -> Iterator[Any]:
+    """Yields the plain tensors inside of a quantized param; any other param, a DTensor too, itself."""
+    yield from (param,) if is_dtensor(param) else plain_tensors(param)
+
+
+def _packed_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (each for each in module._parameters.values() if each is not None and is_packed(each))
 
 
 def _persistent_buffers(module: nn.Module, name_of: Callable[[str], str]) -> Iterator[tuple[str, torch.Tensor]]:

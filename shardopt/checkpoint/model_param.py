@@ -41,6 +41,7 @@ class ModelParam:
         experts: the number of its ``process_group`` among those of the optimizer's groups; None: it has none.
         expert_index: where other ranks use the name for other experts.
         older: its names in checkpoints of older versions.
+        are_codes: its bits are no numbers of its dtype: packed codes, whose scales lie beside it.
         is_planned: these ranks write or compare it; False: other ranks write their copy.
     """
 
@@ -59,6 +60,7 @@ class ModelParam:
     experts: int | None = None
     expert_index: ExpertIndex | None = None
     older: tuple[str, ...] = ()
+    are_codes: bool = False
     is_planned: bool = True
 
     @property

@@ -74,12 +74,14 @@ class SavePlan:
         gradients, extra, module_extra: of the manifest's info; those of rank 0 count.
         imported: from where, in words; None: the training saves itself.
         must_be_finite: an Inf or NaN in a param, master or state is an error.
+        codes: names of params that may hold the bits of one.
         step_is_counted: True if the step is the largest of any param; False if the user gave it.
     """
 
     def __init__(self, world: AnyRanks, must_be_finite: bool = True, step_is_counted: bool = True):
         self.world, self.must_be_finite, self.step_is_counted = world, must_be_finite, step_is_counted
         self.items: list[WriteItem] = []
+        self.codes: set[str] = set()
         self.tensors: dict[TensorKey, TensorInfo] = {}
         self.step = 0
         self.params: dict[str, ParamInfo] = {}
@@ -195,6 +197,8 @@ def _plan_param(plan: SavePlan, model: Model, member: ModelParam, group: Group, 
     if member.param.is_meta:
         raise CheckpointError(f"call bind() first: {member.name!r} is on the meta device and has no values to save.")
     state, has_state = _state_of(model, member)
+    if member.are_codes:
+        plan.codes.add(member.box_name)
     if not member.is_planned:
         pass  # other ranks that hold the same box write it
     elif member.shard is None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..arguments import path, whole
-from ..calls.whole_params import weights
 from ..domain.agreement import agree_on_call, agreed
 from ..errors import CheckpointError
 from ..optim.optimizer import ShardedOptimizer
@@ -85,6 +84,8 @@ def save_weights(
 def _write(
     directory: Path, engine: Engine, metadata: Mapping[str, torch.Tensor], most: int, dtype: torch.dtype | None
 ) -> None:
+    from ..calls.whole_params import weights
+
     # Closed ahead of the ranks' meeting: an error keeps what its frames refer to.
     with closing(weights(engine, min(most, 256 << 20), dtype, None)) as stream:
         if engine.ranks().rank:

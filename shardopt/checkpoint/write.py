@@ -110,7 +110,8 @@ class RankWriter:
         tensors: dict[TensorKey, TensorInfo] = {}
         with SafetensorsWriter(files.create(self._path), head) as writer:
             for item in items:
-                offset, sums = writer.add(_finite(item) if self._plan.must_be_finite else item.chunks())
+                checks = self._plan.must_be_finite and item.key.name not in self._plan.codes
+                offset, sums = writer.add(_finite(item) if checks else item.chunks())
                 written = SavedRange(item.start, item.stop, self._path.name, offset, sums)
                 tensors[item.key] = replace(item.tensor, ranges=(written,))
             file = writer.finish()

@@ -123,7 +123,8 @@ def allocate_frozen(
     store = domain.store_for(bucket.device) if is_offloaded else make_store(None, domain.options.tuning, bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded, exact, exact is not None)
     undo.callback(shard.home.release)
-    return AllocatedBucket(shard, own=shard.make_param_shard(), code=_param_code(domain, shard))
+    code = None if params[0] in domain.inner else _param_code(domain, shard)  # codes, or their scales
+    return AllocatedBucket(shard, own=shard.make_param_shard(), code=code)
 
 
 def _bucket(
@@ -135,7 +136,8 @@ def _bucket(
     undo: ExitStack,
     dtype: torch.dtype | None = None,
 ) -> Bucket:
-    bucket = Bucket(params, layout, fresh, is_resharded, domain.locals.bind(params), dtype)
+    beside = {param: domain.inner[param].beside for param in params if param in domain.inner}
+    bucket = Bucket(params, layout, fresh, is_resharded, domain.locals.bind(params), dtype, beside)
     undo.callback(_give_back, bucket)
     return bucket
 

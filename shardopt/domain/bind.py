@@ -27,6 +27,7 @@ from ..errors import BindingError
 from ..option import compared
 from ..partition.layout import BucketLayout
 from ..partition.memory import return_free_memory
+from ..tensors.inner_tensors import is_wrapper
 from ..tensors.unsharded_guard import is_sharded
 from .agreement import UNBOUND, agreed, checksum
 from .allocate import allocate, allocate_frozen
@@ -83,6 +84,9 @@ def bind(
     device, world = _device_of(domain, candidates, frozen), domain.mesh.world
     description = _description(domain, groups, numbers, candidates, closure, waiting)
     description["frozen params of the module"] = [[list(param.shape), str(param.dtype)] for param in frozen]
+    beside = [param for param in frozen if param in domain.inner and not isinstance(param, torch.nn.Parameter)]
+    alone = [each for each in beside if not is_wrapper(domain.owner_of(each))]  # no collective shares their values
+    description["scales of frozen params"] = [checksum(each) for each in alone] if world.size > 1 else []
     with agreed(description, world):
         if candidates:
             _check(domain, groups, candidates)
@@ -164,8 +168,8 @@ def _adopt(domain: Domain, links: Links, made: Sequence[AllocatedBucket], units:
     for each in made:
         if each.own is not None:
             assert links.sharded is not None and each.window is not None
-            unit = units[each.shard.bucket.params[0]]
-            links.sharded.shard_params(each.shard, each.own, each.window, unit, is_frozen=not each.entries)
+            unit = units[domain.owner_of(each.shard.bucket.params[0])]
+            links.sharded.shard_params(each.shard, each.own, each.window, unit, not each.entries, domain.owner_of)
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -216,12 +220,15 @@ def _frozen_layouts(
 ) -> list[tuple[list[torch.nn.Parameter], BucketLayout, torch.dtype]]:
     dtype_of = dtype_in_model(domain)
 
-    def key(param: torch.nn.Parameter) -> tuple[int, str]:
-        return units[param][0], f"{dtype_of(param)} of {param.dtype}"
+    def seen(param: torch.nn.Parameter) -> torch.dtype:
+        return param.dtype if param in domain.inner else dtype_of(param)
+
+    def key(param: torch.nn.Parameter) -> tuple[int, bool, str]:
+        return units[domain.owner_of(param)][0], param in domain.inner, f"{seen(param)} of {param.dtype}"
 
     kinds = [list(kind) for _, kind in groupby(sorted(params, key=key), key=key)]
     ranks = domain.mesh.shard.size
-    return [(kind, BucketLayout(tuple(param.numel() for param in kind), ranks), dtype_of(kind[0])) for kind in kinds]
+    return [(kind, BucketLayout(tuple(param.numel() for param in kind), ranks), seen(kind[0])) for kind in kinds]
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ..partition.reducer import Reducer
     from ..remote.epoch import Moment
     from ..rules import Rule
+    from ..tensors.inner_tensors import Inner
     from ..units.gatherer import Gatherer
     from .dtensors import DTensorLocals
     from .param import Candidate, Group, ParamRecord
@@ -129,6 +130,7 @@ class Domain:
         self.links: Links | None = None
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
+        self.inner: dict[torch.Tensor, Inner] = {}  # of quantized frozen params that are sharded
         self._store: Store | None = None  # opened at the first binding
         self.kept = Kept()  # that stores leave to each other
         self.steps_agreed = 0
@@ -154,6 +156,11 @@ class Domain:
     def shards_params(self) -> bool:
         """True if params are sharded: stage 3."""
         return ZeroStage(self.options.stage).shards_params
+
+    def owner_of(self, inner: torch.Tensor) -> torch.nn.Parameter:
+        """Returns the quantized param that an inner tensor is of; any other param itself."""
+        found = self.inner.get(inner)
+        return inner if found is None else found.owner  # type: ignore[return-value]
 
     @property
     def frozen_shards(self) -> Sequence[Shard]:
@@ -240,7 +247,7 @@ class Domain:
 
     def name_of(self, param: torch.Tensor) -> str | None:
         """Returns the user's name of a param; None unless the module was handed over."""
-        return name_of(self.options.module, self.locals.outer_of(param))
+        return name_of(self.options.module, self.locals.outer_of(self.owner_of(param)))
 
     # -- facts of a training ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..tensors.inner_tensors import named_inside
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,4 @@ def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
 
     No collective takes the wrapper.
     """
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):  # a DTensor lists its mesh too
-            yield from plain_tensors(inner)
+    return (inner for _, inner in named_inside(tensor))

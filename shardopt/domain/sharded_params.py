@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import OffloadError
+from ..tensors.inner_tensors import is_wrapper, named_inside, with_inside
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import mark_sharded, mark_whole, refused_alone
 from ..units.unit import Unit
-from .dtensors import local_tensor, placed_as, shown_as
+from .dtensors import is_dtensor, local_tensor, placed_as, shown_as
 from .full_state_dict import take_parts_along
 from .shard import Shard
 
@@ -66,6 +67,7 @@ class ShardedParams:
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}  # of params as the model has them
         self._places: dict[torch.nn.Parameter, tuple[Shard, int]] = {}
         self.frozen: list[Shard] = []  # of params that do not train
+        self._inside: dict[Any, list[Any]] = {}  # a quantized param -> its inner tensors
         # Gathers a resharded param for an operation in the model's own code; see :class:`SliceKeeper`.
         self.gather_for: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
         self._gather, self._gather_slices = gather, gather_slices
@@ -100,23 +102,38 @@ class ShardedParams:
         return self.transport.open_detached(bucket.flat, own.memory)
 
     def shard_params(
-        self, shard: Shard, own: ParamShard, window: Window, unit: tuple[int, UnitPlan], is_frozen: bool
+        self,
+        shard: Shard,
+        own: ParamShard,
+        window: Window,
+        unit: tuple[int, UnitPlan],
+        is_frozen: bool,
+        owner_of: Callable[[torch.Tensor], torch.nn.Parameter],
     ) -> None:
-        """Keeps this rank's slice of the shard's params in ``own``, and frees the rest."""
+        """Keeps this rank's slice of the shard's params in ``own``, and frees the rest.
+
+        Args:
+            owner_of: returns the param whose inner tensor this is; a plain param itself.
+        """
         number, plan = unit
         new = Unit(plan.name, number, self.transport, plan.is_spread, called=plan.called)
         gathered = shard.release_params(self.gatherer, own, window, new)
         if is_frozen:
             self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.outers):
-            self.where[param] = gathered
-            self._places[param] = shard, index
-            mark_sharded(param, self)
+            for each in (param, *shard.bucket.beside[index]):
+                self.where[each] = gathered
+                mark_sharded(each, self)
+                if not is_wrapper(each) or is_dtensor(each):
+                    self._places[each] = shard, index
+            owner = owner_of(param)
+            if is_frozen and owner is not param:
+                self._inside.setdefault(owner, [] if is_wrapper(owner) else [owner]).append(param)
 
     def readables_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[Readable, ...]:
         """Returns these sharded params as what some code reads, by bucket."""
         indices: dict[Shard, list[int]] = {}
-        for param in params:
+        for param in (inner for each in params for inner in self._inside.get(each, (each,))):
             shard, index = self._places[param]
             indices.setdefault(shard, []).append(index)
         return tuple(shard.bucket.readable(tuple(each)) for shard, each in indices.items())
@@ -125,6 +142,8 @@ class ShardedParams:
 
     def read(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Returns this rank's slice as a part; of a DTensor a DTensor with the part of its local tensor inside."""
+        if param not in self._places:
+            return with_inside(param, self.read)  # type: ignore[arg-type]
         shard, index = self._places[param]
 
         def gather(_: torch.Tensor) -> torch.Tensor:
@@ -149,13 +168,17 @@ class ShardedParams:
         """Collective: writes this rank's slice of a whole tensor, or of a part of the same cut."""
         if self.gatherer.is_alone:
             raise refused_alone(self.name_of(param))
+        if param not in self._places:
+            for (_, own), (_, given) in zip(named_inside(param), named_inside(whole), strict=True):
+                self.write(own, given)  # type: ignore[arg-type]
+            return
         shard, index = self._places[param]
         own, where = shard.bucket.params[index], shard.slice_of(index)
-        given = local_tensor(placed_as(param, whole.detach()))
-        if isinstance(given, Part) and _is_cut_alike(given, own, where):
-            start, values = where.start, given.local.to(shard.device)
+        local = local_tensor(placed_as(param, whole.detach()))
+        if isinstance(local, Part) and _is_cut_alike(local, own, where):
+            start, values = where.start, local.local.to(shard.device)
         else:
-            start, values = 0, shard.in_order(index, given.to(shard.device).expand(own.size()))
+            start, values = 0, shard.in_order(index, local.to(shard.device).expand(own.size()))
         self.gatherer.write_slice(self.where[param].unit, lambda: shard.write_param(index, start, values))
         torch.autograd.graph.increment_version([own])
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..domain.precision import kept_in_fp32
+from ..tensors.unsharded_guard import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,7 +118,8 @@ class Casts:
         """Casts frozen params, which have no master, and lets the hooks cast from now on; params were bound."""
         kept = kept_in_fp32(self._module, self._precision)
         for param in self._module.parameters():
-            if not param.requires_grad and param.dtype is torch.float32 and param not in kept:
+            is_fp32 = param.dtype is torch.float32 and not is_sharded(param)  # inner tensors stay what they are
+            if not param.requires_grad and is_fp32 and param not in kept:
                 param.data = param.data.to(self._precision.compute_dtype)
                 self._cast.append(param)
         self._switch.is_on = True

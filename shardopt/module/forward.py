@@ -43,8 +43,10 @@ from torch import nn
 from ..domain.alone import check_not_alone
 from ..domain.dtensors import is_dtensor, local_tensor, shown_as
 from ..domain.experts import own_units
+from ..domain.members import plain_tensors
 from ..domain.turn import holding
 from ..errors import ReleasedError
+from ..tensors.inner_tensors import is_wrapper, saved_beside, with_inside
 from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern, refused_alone
@@ -168,11 +170,15 @@ class Forward:
 
     def _part_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Gives gathered params in a state dict storages of their own, as whole params have; see ``Bucket``."""
-        for name in module._parameters:
+        for name in (*module._parameters, *saved_beside(module)):
             shown = state_dict.get(prefix + name)
-            is_plain = type(shown) is torch.Tensor or is_dtensor(shown)
-            if shown is not None and is_plain and _lend_memory(self._owners.get(module, ()), (shown,)):
+            is_plain = type(shown) is torch.Tensor or is_wrapper(shown)
+            if shown is None or not is_plain or not _lend_memory(self._owners.get(module, ()), plain_tensors(shown)):
+                continue
+            if is_dtensor(shown):
                 state_dict[prefix + name] = shown_as(shown, with_own_storage(local_tensor(shown)))
+            else:
+                state_dict[prefix + name] = with_inside(shown, with_own_storage)
 
     def _remove(self) -> None:
         for hook in (*self._hooks, *self._keeping):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..tensors.arriving_guard import GatherHandle, mark_arriving
 from ..tensors.strides import dense_strides, with_own_storage
-from ..tensors.unsharded_guard import released_class
+from ..tensors.unsharded_guard import own_class, released_class
 from .memory import Memory
 from .readable import Readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from .layout import BucketLayout
 
@@ -37,6 +37,7 @@ class Bucket:
         is_resharded: bool,
         outers: Sequence[torch.nn.Parameter],
         dtype: torch.dtype | None = None,
+        beside: Mapping[torch.nn.Parameter, Sequence[Any]] | None = None,
     ):
         """
         Args:
@@ -44,8 +45,11 @@ class Bucket:
         is_resharded: True if the bucket is freed between uses. If all of its params are fresh, it starts freed.
         outers: the params as the model has them: DTensors where ``params`` are their local tensors.
         dtype: of the bucket, to which params are cast; None: their own.
+        beside: a param -> what else shows its values: a wrapper around it, or views of it.
         """
         self.params, self.outers = tuple(params), tuple(outers)
+        self.beside = [(beside or {}).get(outer, ()) for outer in self.outers]
+        self._views = [[each for each in every if not hasattr(each, "__tensor_flatten__")] for every in self.beside]
         self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
         self._present = list(range(len(self.params)))  # indices of params that were not removed
         self._readables: dict[tuple[int, ...], Readable] = {}  # by the indices of their params
@@ -80,7 +84,8 @@ class Bucket:
     def _point(self, index: int, values: torch.Tensor) -> None:
         """Makes a param, and the DTensor whose local tensor it is, show these values."""
         param, outer = self.params[index], self.outers[index]
-        param.data = values
+        for each in (param, *self._views[index]):
+            each.data = values
         if outer is not param:
             outer._local_tensor = param.detach()  # type: ignore[attr-defined]
 
@@ -116,6 +121,11 @@ class Bucket:
         """Returns these params as some that code may read together."""
         if indices not in self._readables:
             every = [(self.params[at], self.outers[at], *self._classes[at]) for at in indices]
+            every += [
+                (self.params[at], each, own_class(each), released_class(own_class(each)))
+                for at in indices
+                for each in self.beside[at]
+            ]
             self._readables[indices] = Readable(every, self._shown)
         return self._readables[indices]
 

@@ -24,6 +24,7 @@ from ..domain.dtensors import is_dtensor
 from ..errors import CommunicationError, StateError
 from ..partition.comm.together import Relay
 from ..partition.layout import round_up, split_into_buckets
+from ..tensors.inner_tensors import with_inside
 
 if TYPE_CHECKING:
     from ..domain.shard import Shard
@@ -111,7 +112,7 @@ class _Bucket:
 
     def _find_runs(self) -> Iterator[_Run]:
         by_shard: dict[Shard, list[tuple[int, Weight]]] = {}
-        for weight in self.weights:
+        for weight in (part for each in self.weights for part in each.parts):
             if weight.place is not None:
                 by_shard.setdefault(weight.place.shard, []).append((weight.place.index, weight))
         for shard, found in by_shard.items():
@@ -150,6 +151,8 @@ class _Bucket:
         return self._wholes.pop(weight) if weight in self._wholes else self._whole(weight)
 
     def _whole(self, weight: Weight) -> torch.Tensor:
+        if weight.inside:
+            return with_inside(weight.tensor, lambda inner: self._whole(weight.inside[inner]))
         place = weight.place
         return weight.whole(None if place is None else self._run_of[weight].local(place.index))
 

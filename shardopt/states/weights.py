@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from ..arguments import texts
 from ..domain.dtensors import is_dtensor, local_tensor, shown_as
 from ..domain.param_names import without_wrappers
 from ..errors import ShardoptError
+from ..tensors.inner_tensors import is_packed, is_wrapper, named_inside, saved_beside
+from ..tensors.unsharded_guard import is_sharded
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -40,21 +42,31 @@ class Weight:
         tensor: as the module has it.
         dtype: of what is given out.
         place: None if this rank has it whole.
+        inside: of a quantized weight that is sharded: its inner tensors, each as a weight.
     """
 
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
     place: Place | None
+    inside: Mapping[torch.Tensor, Weight] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Sequence[Weight]:
+        """What is gathered of it."""
+        return tuple(self.inside.values()) or (self,)
 
     @property
     def nbytes(self) -> int:
+        if self.inside:
+            return sum(each.nbytes for each in self.inside.values())
         return self.tensor.numel() * self.dtype.itemsize
 
     @property
     def told(self) -> list[str]:
         """What ranks compare of it."""
-        return [str(tuple(self.tensor.shape)), str(self.dtype), str(self.place is not None)]
+        own = [str(tuple(self.tensor.shape)), str(self.dtype), str(self.place is not None)]
+        return own + [word for each in self.inside.values() for word in each.told]
 
     def meta(self) -> torch.Tensor:
         """Returns shape and dtype, as a tensor without values."""
@@ -97,15 +109,21 @@ def weights_of(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"weights(dtype=) takes a dtype of floating point (torch.bfloat16), or None, found {dtype!r}.")
-    named = dict(_named_in(groups) if module is None else _named(module))
+    coded: set[torch.Tensor] = set()
+    named = dict(_named_in(groups) if module is None else _named(module, coded))
     asked = named if names is None else _asked(texts(names, "weights(names=)", '["head.weight"]'), named)
     return [
-        Weight(
-            name, each, each.dtype if dtype is None or not _is_cast(each) else dtype, _place_of(each, domains, dtype)
-        )
+        _weight(name, each, dtype if _is_cast(each) and each not in coded else None, domains)
         for name, each in named.items()
         if name in asked
     ]
+
+
+def _weight(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, domains: Sequence[Domain]) -> Weight:
+    if is_sharded(tensor) and is_wrapper(tensor) and not is_dtensor(tensor):
+        inside = {each: _weight(inner, each, None, domains) for inner, each in named_inside(tensor, name)}
+        return Weight(name, tensor, tensor.dtype, None, inside)
+    return Weight(name, tensor, dtype or tensor.dtype, _place_of(tensor, domains, dtype))
 
 
 def _asked(names: Sequence[str], named: Collection[str]) -> Collection[str]:
@@ -120,11 +138,16 @@ def _asked(names: Sequence[str], named: Collection[str]) -> Collection[str]:
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided
+    is_dense = tensor.is_floating_point() and tensor.layout is torch.strided
+    return is_dense and (is_dtensor(tensor) or not is_wrapper(tensor))
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields params and persistent buffers in the order of ``state_dict()``."""
+def _named(module: nn.Module, coded: set[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields params, persistent buffers, and what modules save beside them, in the order of ``state_dict()``.
+
+    Args:
+        coded: the tensors that no dtype may change are added: codes, and their scales.
+    """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     seen: set[torch.Tensor] = set()
     for prefix, each in inner.named_modules():
@@ -132,6 +155,11 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         own += [
             pair for pair in each.named_buffers("", recurse=False) if pair[0] not in each._non_persistent_buffers_set
         ]
+        beside = saved_beside(each)
+        if beside:
+            own += beside.items()
+            coded.update(param for param in each._parameters.values() if param is not None and is_packed(param))
+            coded.update(beside.values())
         for name, tensor in own:
             if tensor not in seen:
                 seen.add(tensor)

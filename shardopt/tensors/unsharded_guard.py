@@ -127,6 +127,12 @@ def released_class(own: type) -> type:
     return guard_class(guard, own, f"Released{own.__name__}")
 
 
+def own_class(tensor: torch.Tensor) -> type:
+    """Returns the class of a tensor, of a guarded one that which it has otherwise."""
+    kind = type(tensor)
+    return kind.__bases__[-1] if issubclass(kind, ReleasedParameter) else kind
+
+
 class ReleasedParameter(torch.nn.Parameter):
     """An ``nn.Parameter`` of which this rank holds only its slice at this moment."""
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from shardopt import Offload, ShardedAdamW, Tuning, load_checkpoint, save_checkpoint
 from shardopt.tensors.unsharded_guard import is_sharded
@@ -165,7 +164,6 @@ class Quantized(nn.Module):
 
 BASES: list[tuple[Tensor, str, int]] = [
     (torch.eye(64, 64).to_sparse(), "torch.sparse_coo", 1280),
-    (TwoTensor(torch.ones(64, 16), torch.ones(64, 16)), "TwoTensor", 8192),
 ]
 
 
