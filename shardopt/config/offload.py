@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..arguments import flag, path, word
+from ..arguments import flag, number, path, word
 from ..option import check_fields, option
 
 
@@ -24,6 +24,12 @@ def _memory_or_directory(value: Any, what: str) -> Any:
 def _path_of_params(value: Any, what: str) -> Any:
     path(value, f"{what} ('cpu', the directory of states, or None)")
     return value
+
+
+def _fraction(value: Any, what: str) -> Any:
+    if isinstance(value, str) and value == "auto":
+        return value
+    return number(value, what, above=0, most=1, or_none=" or 'auto'")
 
 
 def _tier(where: object) -> str:
@@ -48,6 +54,9 @@ class Offload:
         step: where the update of params on a GPU runs: on the ``"gpu"``, through which states stream; on the ``"cpu"``,
             to which gradients are copied and from which params are copied back; ``"auto"`` measures both in the first
             steps and keeps the faster one (``opt.timings()`` shows which). With states on a disk it is the CPU.
+        fraction: of the bytes of masters and states that is offloaded. The rest stays on the device: that of the first
+            buckets of backward, whole ones. ``"auto"`` offloads all of them, and after the second step takes back as
+            much as every rank's device has room for.
         pin_memory: True to register host memory with the GPU, where there is one.
     """
 
@@ -70,6 +79,12 @@ class Offload:
         'where the update of params on a GPU runs: `"gpu"`, `"cpu"`, or `"auto"`, the faster one',
         partial(word, choices=("auto", "cpu", "gpu")),
         local="each rank updates its own slice, with the same bits on a CPU and a GPU",
+    )
+    fraction: float | Literal["auto"] = option(
+        1.0,
+        "the part of masters and states that is offloaded, by bytes, in whole buckets: the first ones of backward stay "
+        'on the device; `"auto"`: as many stay as there is room for after the second step',
+        _fraction,
     )
     pin_memory: bool = option(
         True, "register host memory with the GPU, where there is one", flag, local="it is this rank's host memory"

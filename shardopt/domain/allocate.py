@@ -68,12 +68,14 @@ def allocate(
     fresh: Fresh,
     landing: HostLanding | None,
     undo: ExitStack,
+    stays: bool = False,
 ) -> AllocatedBucket:
     """Moves params into a bucket, makes masters and states, and fills them with loaded states.
 
     Args:
         waiting: states that were loaded, by param.
         fresh: params that have no values yet.
+        stays: True if the states stay on the device, whatever is offloaded.
     """
     params = [param for _, param, _ in planned.members]
     exact: torch.Tensor | None = None
@@ -82,11 +84,11 @@ def allocate(
         undo.callback(_cast_back, [param for param in params if param.dtype is torch.float32])
     bucket = _bucket(domain, params, planned.layout, fresh, planned.shards_params, undo, planned.dtype)
     is_offloaded = planned.shards_params and domain.offloads_params(bucket.device)
-    store = domain.store_for(bucket.device)
+    store = domain.store_for(bucket.device, stays)
     shard = Shard(
         bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded, exact, planned.keeps_exact
     )
-    shard.takes_sources = not domain.options.release_gradients
+    shard.stays, shard.takes_sources = stays, not domain.options.release_gradients
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):

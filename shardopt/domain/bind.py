@@ -102,7 +102,11 @@ def bind(
                 domain.sharded.remove_params([domain.locals.outer_of(param) for _, param, _ in candidates])
             if domain.links is None and domain.options.module is not None:
                 landing = _landing(domain, device, undo)
-            made += [allocate(domain, planned, waiting, fresh, landing, undo) for planned in plan]
+            stay = _num_staying(domain, plan)
+            made += [
+                allocate(domain, planned, waiting, fresh, landing, undo, number < stay)
+                for number, planned in enumerate(plan)
+            ]
             made += [allocate_frozen(domain, *each, fresh, undo) for each in _frozen_layouts(domain, frozen, units)]
         links = domain.links
         with agreed("connected", world):
@@ -128,6 +132,16 @@ def _landing(domain: Domain, device: torch.device, undo: ExitStack) -> HostLandi
     if landing is not None:
         undo.callback(landing.close)
     return landing
+
+
+def _num_staying(domain: Domain, plan: Sequence[PlannedBucket]) -> int:
+    """Returns how many of the first buckets of backward keep their states on the device."""
+    offload = domain.options.offload_options
+    if offload is None or isinstance(offload.fraction, str) or offload.fraction == 1:
+        return 0
+    from .staying import bytes_of_states, num_staying
+
+    return num_staying([bytes_of_states(planned) for planned in plan], offload.fraction)
 
 
 def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candidate]) -> None:

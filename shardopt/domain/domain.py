@@ -32,7 +32,7 @@ from .overlapped_gather import OverlappedGather
 from .param import named_params
 from .param_names import name_of
 from .remote_states import Fetch
-from .tiers import make_store, offloads_params
+from .tiers import make_near_store, make_store, offloads_params
 from .timings import Clock
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Domain:
         shards: of params that train, in the order of binding.
         links: the connections between the ranks; None before anything is bound.
         steps_agreed: the number of steps that all ranks agreed on.
+        is_away: True if a call of ``offload()`` says where states are, and not the options.
         broken: why params and states of the ranks may belong to different steps; None if they do not.
         is_half_loaded: a load broke off, which another load can repair.
         counted_elsewhere: the params that are copies, whose elements the norm counts on another rank.
@@ -96,7 +97,9 @@ class Domain:
     what changes                                  by
     ============================================  ==========================================
     ``entries``, ``shards``, ``links``            :meth:`adopt`, by bind; :meth:`drop_left`; :meth:`release`
-    ``store``, and the homes of the shards        :meth:`move_to`
+    ``store``, ``near``, the homes of the shards  :meth:`move_to`, :meth:`take_back`
+    ``awaits_room``                               :func:`.staying.fill_device`
+    ``is_away``                                   :func:`.relocate.move_states`
     ``steps_agreed``                              :meth:`count_step`
     ``epoch``, ``clock``, ``edits``               their own methods; :meth:`end_step`
     ``state_edits``                               writes to states; a load, and the agreement of a step, forget them
@@ -132,7 +135,12 @@ class Domain:
         self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
         self.inner: dict[torch.Tensor, Inner] = {}  # of quantized frozen params that are sharded
         self._store: Store | None = None  # opened at the first binding
+        self.near: Store | None = None  # of shards whose states stay, beside a store that offloads the others
         self.kept = Kept()  # that stores leave to each other
+        offload = options.offload_options
+        # True until ``staying.fill_device`` has taken back what the device has room for.
+        self.awaits_room = offload is not None and offload.fraction == "auto"
+        self.is_away = False
         self.steps_agreed = 0
         self.broken: str | None = None
         self.is_half_loaded = False
@@ -382,19 +390,38 @@ class Domain:
         """
         return self.store_for(self.device) if self._store is None else self._store
 
-    def store_for(self, device: torch.device) -> Store:
-        """Returns ``store``; params of this device may be the first to be bound."""
-        if self._store is None:
-            self._store = make_store(self.options.offload_options, self.options.tuning, device, self.kept)
-        return self._store
+    @property
+    def stores(self) -> list[Store]:
+        """``store``, and the store of shards whose states stay on the device."""
+        return [self.store, *([] if self.near is None else [self.near])]
 
-    def move_to(self, store: Store, homes: Sequence[ShardStorage]) -> tuple[Store, list[ShardStorage]]:
-        """Sets the store, and the homes of the stored shards. Returns the store and the homes from before."""
-        before, self._store = self.store, store
+    def store_for(self, device: torch.device, stays: bool = False) -> Store:
+        """Returns ``store``, or ``near`` for states that stay; params of this device may be the first to be bound."""
+        offload = self.options.offload_options
+        if self._store is None:
+            self._store = make_store(offload, self.options.tuning, device, self.kept)
+        if stays and self.near is None:
+            assert offload is not None
+            self.near = make_near_store(offload, device, self._store)
+        return self.near if stays and self.near is not None else self._store
+
+    def move_to(
+        self, store: Store, near: Store | None, homes: Sequence[ShardStorage]
+    ) -> tuple[Store, list[ShardStorage]]:
+        """Sets the stores, and the homes of the stored shards. Returns the store and the homes from before."""
+        before, self._store, self.near = self.store, store, near
         homes_before = [shard.home for shard in self.stored_shards]
         for shard, home in zip(self.stored_shards, homes, strict=True):
-            shard.home = home
+            shard.home, shard.store = home, near if shard.stays and near is not None else store
         return before, homes_before
+
+    def take_back(self, shards: Sequence[Shard], homes: Sequence[ShardStorage]) -> list[ShardStorage]:
+        """Lets the states of these shards stay on the device from now on. Returns their homes from before."""
+        assert self.near is not None
+        before = [shard.home for shard in shards]
+        for shard, home in zip(shards, homes, strict=True):
+            shard.home, shard.store, shard.stays = home, self.near, True
+        return before
 
     def stop_serving(self) -> None:
         """Other ranks cannot read this one's slices any more, once none does."""
@@ -416,7 +443,7 @@ class Domain:
             links.landing.close()
         if links is not None:  # its transports stay: a state dict taken before may still be read
             self.links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
-        self._store, self.shards, self.entries, self._listed = None, [], {}, None
+        self._store, self.near, self.shards, self.entries, self._listed = None, None, [], {}, None
 
     def _exact(self, shard: Shard) -> torch.Tensor | None:
         """Collective: returns the fp32 values of a bucket that holds rounded ones; None once another rank is gone."""
@@ -436,14 +463,19 @@ class Domain:
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """A context: writes to the store inside take effect together, or not at all after an error."""
+        stores = self.stores
         try:
-            self.store.begin()
+            for store in stores:
+                store.begin()
             yield
-            self.store.flush()
+            for store in stores:
+                store.flush()
         except BaseException:
-            self.store.roll_back()
+            for store in stores:
+                store.roll_back()
             raise
-        self.store.commit()
+        for store in stores:
+            store.commit()
 
     def traffic(self) -> dict[str, int]:
         """Bytes that this rank has received from others, by kind."""

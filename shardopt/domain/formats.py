@@ -12,7 +12,8 @@ import torch
 
 from ..config.formats import StateFormat
 from ..errors import BindingError
-from ..kernels.formats import BF16, BF16_DITHERED, FP32, SIGNED4, SIGNED8, SPLIT, SPLIT24, UNSIGNED8
+from ..kernels.formats import BF16, BF16_DITHERED, FP32, SIGNED4, SIGNED8, SPLIT, SPLIT24, UNSIGNED8, BlockFormat
+from ..kernels.tables import BLOCK
 from ..rules.rule import EMA
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ class StreamFormats:
 
 
 NOTHING = StreamFormats(None, {})
+
+
+def itemsize_of(format: Format | None) -> float:
+    """Returns the bytes of an element, with its share of a block's scale; codes of 4 bits travel two in a byte."""
+    if format is None:
+        return 0
+    return format.bits / 8 + torch.float32.itemsize / BLOCK if isinstance(format, BlockFormat) else format.itemsize
 
 
 def formats_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) -> StreamFormats:

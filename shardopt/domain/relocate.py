@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import OffloadError, ShardoptError
 from ..offload.disk.pipeline import SLOTS
+from ..offload.host import HostStorage
 from ..offload.store import ResidentStorage
 from ..partition.memory import return_free_pages
 from .agreement import agreed
-from .tiers import check_offload, make_store, tier_of
+from .tiers import check_offload, make_near_store, make_store, tier_of
 
 if TYPE_CHECKING:
     from ..config import Offload
@@ -43,23 +45,32 @@ def move_states(domains: Sequence[Domain], to: Offload | None) -> bool:
         check_offload(rests, device)
         return make_store(rests, tuning, device, domain.kept)
 
-    relocate(domain, tier_of(rests), open_store)
+    open_near = partial(make_near_store, rests, device) if to is None and rests is not None else None
+    relocate(domain, tier_of(rests), open_store, open_near)
+    domain.is_away = to is not None
     return True
 
 
-def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None:
+def relocate(
+    domain: Domain, tier: str, open_store: Callable[[], Store], open_near: Callable[[Store], Store] | None = None
+) -> None:
     """Collective: moves the masters and states of a domain. Other ranks that read them meanwhile read the old store.
+
+    Args:
+        open_near: opens the store of shards that stay on the device beside the new store; None: all of them move there.
 
     Raises:
         OffloadError: the new store cannot hold them; nothing changed, on any rank.
     """
-    store: Store | None = None
+    store, near = None, None
     storages: list[ShardStorage] = []
     view = {"tier to move masters and states to": tier, "calls of step()": domain.steps_agreed}
     try:
         with agreed(view, domain.mesh.world):
             store = open_store()
-            _copy(domain, store, storages)
+            if open_near is not None and any(shard.stays for shard in domain.stored_shards):
+                near = open_near(store)
+            _copy(domain, store, near, storages)
     except BaseException:
         if store is not None:
             _close(store)
@@ -67,7 +78,7 @@ def relocate(domain: Domain, tier: str, open_store: Callable[[], Store]) -> None
         raise
     assert store is not None
     store.commit()
-    before, left = domain.move_to(store, storages)
+    before, left = domain.move_to(store, near, storages)
     for storage in left:
         storage.release()
     _close(before)  # while `left` keeps its storages alive: buffers that go with them may still be copied to the device
@@ -81,19 +92,22 @@ def _close(store: Store) -> None:
         store.close()
 
 
-def _copy(domain: Domain, store: Store, storages: list[ShardStorage]) -> None:
+def _copy(domain: Domain, store: Store, near: Store | None, storages: list[ShardStorage]) -> None:
     store.begin()
     for shard in domain.stored_shards:
-        storages.append(store.home(shard.numel, shard.dtype, shard.device))
-        _copy_streams(shard, storages[-1])
+        to = near if shard.stays and near is not None else store
+        storages.append(to.home(shard.numel, shard.dtype, shard.device))
+        copy_streams(shard, storages[-1])
     store.flush()
 
 
-def _copy_streams(shard: Shard, new: ShardStorage) -> None:
+def copy_streams(shard: Shard, new: ShardStorage) -> None:
+    """Copies the masters and states of a shard from its home to another one, or moves the tensors."""
     old = shard.home
     bounds = [(0, shard.numel)]
-    if type(old) is ResidentStorage and type(new) is ResidentStorage:
-        new.streams.update(old.streams)  # both where the params are: the tensors stay
+    if _is_with_params(old) and _is_with_params(new):
+        assert isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage)
+        new.streams.update(old.streams)  # the tensors stay
         new.planes.update(old.planes)
         return
     if not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):
@@ -105,6 +119,10 @@ def _copy_streams(shard: Shard, new: ShardStorage) -> None:
                 old.read_into(name, start, new.read(name, start, stop))
             else:
                 new.write(name, start, old.read(name, start, stop))
+
+
+def _is_with_params(home: ShardStorage) -> bool:
+    return isinstance(home, ResidentStorage) and not isinstance(home, HostStorage)
 
 
 def _few_at_a_time(chunks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -52,6 +52,7 @@ class Shard:
         param: this rank's slice of the params, 1D [shard_numel]; None if it is offloaded to the store.
         is_cast: its params were handed over in fp32, and the bucket holds what they were rounded to.
         dtype: of that slice: the bucket's, or fp32 where the bucket is a rounded copy of it.
+        store: of the home.
         home: the storage of masters and states.
         tables: where kernels find the pieces.
         unmatched_masters: index of a param -> 1D fp32, its slice of a loaded master that does not round to the param.
@@ -67,6 +68,7 @@ class Shard:
     sum_table: Gradients  # the table of what stays in ``gradient_sum``
     gathered: GatheredBucket | None = None  # if params are sharded
     takes_sources = True  # False if gradients are released: an update would not wait for a source
+    stays = False  # True if its states stay on the device where those of others are offloaded
     saved_weights: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
     def __init__(
@@ -110,7 +112,7 @@ class Shard:
         self._ends = [piece.shard_end for piece in self.pieces]
         self._strides = [dense_strides(param) for param in bucket.params]
         self.tables = ShardTables(self.pieces, self.numel, bucket.device)
-        self.home = store.home(self.numel, self.dtype, bucket.device)
+        self.store, self.home = store, store.home(self.numel, self.dtype, bucket.device)
         try:
             self.home.ensure(self._planes((*self.masters, *states)))
             if offloads_params:

@@ -57,6 +57,14 @@ def make_store(offload: Offload | None, tuning: Tuning, device: torch.device, ke
     return _gpu_store(device, CopyStreams(device), offload, tuning, kept or Kept())
 
 
+def make_near_store(offload: Offload, device: torch.device, beside: Store) -> Store:
+    """Makes the store of states that stay with params on this device, beside the one that offloads the others."""
+    from ..offload.near import NearStore  # where it is asked for: a fresh process imports no more than it uses
+
+    streams = None if device.type == "cpu" or offload.gradients is None else CopyStreams(device)
+    return NearStore(zeros, not beside.is_final, streams)
+
+
 def make_landing(offload: Offload | None, device: torch.device) -> HostLanding | None:
     """Makes what offloads sums of gradients on this device to host memory; None: they stay."""
     if offload is None or offload.gradients is None or device.type == "cpu":

@@ -118,6 +118,12 @@ def run_step(
             planners[plan.domain].was_taken()
         else:
             del planners[plan.domain]  # its plan holds what was freed
+        if plan.domain.awaits_room:
+            from ..domain.staying import (
+                fill_device,
+            )  # where it is asked for: a fresh process imports no more than it uses
+
+            fill_device(plan.domain)
     return True, norm
 
 

@@ -32,7 +32,7 @@ from .launches import Launch, StepPlan, joined
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..kernels.spec import Spec
-    from ..offload.store import Chunk, Fetched
+    from ..offload.store import Chunk, Fetched, Store
     from ..partition.comm.group import Ranks
     from ..partition.comm.transport import Gather
     from .matrices import MatrixUpdate
@@ -183,7 +183,8 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
     """
     bound = [plan for plan in plans if plan.domain.links is not None]  # without links every param is frozen
     for plan in bound:
-        plan.domain.store.begin_step()  # it chooses where the launches run that are made next
+        for store in plan.domain.stores:
+            store.begin_step()  # it chooses where the launches run that are made next
     updates = [Update(plan, launches_by_shard(plan), factors) for plan in bound]
     for plan in bound:
         if plan.domain.sharded is not None:
@@ -203,6 +204,7 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
             update.run(relay)
         else:
             for shard in update.shards:
+                relay.attempt(update.finish, shard)
                 update.send(shard)
         update.finish_gather(relay)
     return None
@@ -210,10 +212,11 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
 
 def _update_or_roll_back(updates: Sequence[Update], main: Domain, whole: Sequence[Ranks]) -> Exception | None:
     """Collective: keeps what was updated if every rank's store could write it; else puts all back and returns why."""
-    stores, relay = [update.domain.store for update in updates], Relay()
+    stores, relay = [store for update in updates for store in update.domain.stores], Relay()
     try:
         for update in updates:
-            relay.attempt(update.domain.store.begin)
+            for store in update.domain.stores:
+                relay.attempt(store.begin)
             update.run(relay)
         try:
             with main.clock.phase("agree"):
@@ -254,6 +257,8 @@ class Update:
         self.launches: LaunchesByShard = {shard: its for shard, its in launches.items() if shard not in of_matrices}
         self.matrices = {shard: its for shard, its in launches.items() if shard in of_matrices}
         self.ran: list[Launch] = []
+        # Of shards that stay in memory beside a disk: updates of their last pass, which hold as soon as they are made.
+        self._after_vote: dict[Shard, tuple[Sequence[ChunkUpdate], Factors]] = {}
         self._updated = {each.entry.shard for each in plan.updates}
         self._gather: Gather | AsyncGather | None = None
         self._starts = 0
@@ -296,7 +301,7 @@ class Update:
             is_last: True for the pass that writes params: each shard is sent once it is done, also after an error, as
                 the other ranks wait for it.
         """
-        store, factors, plan = self.domain.store, factors or self.factors, self.plan
+        domain, factors, plan = self.domain, factors or self.factors, self.plan
         self.ran = [each for its in launches.values() for each in its]
         apart: dict[Shard, Sequence[ChunkUpdate]] = {}
 
@@ -304,24 +309,32 @@ class Update:
             chunks = {shard: chunks_of(shard, plan.states[shard], its) for shard, its in launches.items()}
             if upon is not None:
                 chunks = {shard: [_upon(each, upon[shard]) for each in its] for shard, its in chunks.items()}
-            store.prefetch([each.chunk for its in chunks.values() for each in its])
-            joins = (
-                self.joins and store.tier == "device" and any(backend_of(each.device).joins_shards for each in chunks)
-            )
-            apart.update(_update_together(self.domain, chunks, factors) if joins else chunks)
+            if is_last and not domain.store.is_final:
+                stay = [shard for shard in chunks if shard.store is not domain.store]
+                self._after_vote.update({shard: (chunks.pop(shard), factors) for shard in stay})
+            for store in domain.stores:
+                of_store = [each.chunk for shard, its in chunks.items() if shard.store is store for each in its]
+                store.prefetch(of_store)
+            apart.update(_update_together(domain, chunks, factors) if self.joins else chunks)
 
         relay.attempt(prepare)
         for shard in launches:
-            relay.attempt(update_chunks, self.domain, apart.get(shard, ()), factors)
+            relay.attempt(update_chunks, domain, shard.store, apart.get(shard, ()), factors)
             if is_last:
                 self.send(shard)
-        if not store.is_final:  # a disk makes room for other chunks only once all of these are written
+        if not domain.store.is_final:  # a disk makes room for other chunks only once all of these are written
             relay.attempt(self.flush)
+
+    def finish(self, shard: Shard) -> None:
+        """Makes what of a shard's update had to wait for the vote."""
+        chunks, factors = self._after_vote.pop(shard, ((), self.factors))
+        update_chunks(self.domain, shard.store, chunks, factors)
 
     def flush(self) -> None:
         """Waits until what was updated can be read again."""
         with self.domain.clock.phase("write back"):
-            self.domain.store.flush()
+            for store in self.domain.stores:
+                store.flush()
 
     def open_gather(self) -> None:
         """From now on shards travel to the other ranks as soon as they are updated."""
@@ -376,9 +389,9 @@ def _upon(each: ChunkUpdate, update: torch.Tensor) -> ChunkUpdate:
     return each._replace(chunk=chunk, target=update[chunk.start : chunk.stop])
 
 
-def update_chunks(domain: Domain, chunks: Iterable[ChunkUpdate], factors: Factors) -> None:
-    """Fetches each chunk, updates it, and writes it back."""
-    store, clock = domain.store, domain.clock
+def update_chunks(domain: Domain, store: Store, chunks: Iterable[ChunkUpdate], factors: Factors) -> None:
+    """Fetches each chunk from its store, updates it, and writes it back."""
+    clock = domain.clock
     if not store.moves:  # what lies in memory takes no time of its own
         with clock.phase("update"):
             for each in chunks:
@@ -403,18 +416,25 @@ def _update_together(
 ) -> Mapping[Shard, Sequence[ChunkUpdate]]:
     """Updates the shards that lie whole where they are updated, by as few launches as their backend takes.
 
+    Those whose gradients lie elsewhere are not among them.
+
     Returns:
         The chunks of the other shards.
     """
     together = {
         shard: each[0]
         for shard, each in chunks.items()
-        if len(each) == 1 and domain.store.tier == "device" and backend_of(shard.device).joins_shards
+        if len(each) == 1
+        and shard.store.tier == "device"
+        and not each[0].chunk.gradients
+        and backend_of(shard.device).joins_shards
     }
-    fetched = {shard: domain.store.fetch(each.chunk) for shard, each in together.items()}
+    if not together:
+        return chunks
+    fetched = {shard: shard.store.fetch(each.chunk) for shard, each in together.items()}
     launches = [launch for each in together.values() for launch in each.launches]
     with domain.clock.phase("update"):
-        for each in joined(domain.shards, launches):
+        for each in joined([shard for shard in domain.shards if shard.store.tier == "device"], launches):
             streams = {
                 shard: _streams(each.spec, together[shard], fetched[shard])
                 for shard, launch in zip(each.shards, each.launches, strict=True)

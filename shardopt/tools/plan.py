@@ -15,12 +15,12 @@ from torch import nn
 from ..arguments import whole
 from ..config import Options
 from ..domain.bucket_plan import NO_MATRICES
-from ..domain.formats import TRAFFIC_FORMATS
+from ..domain.formats import TRAFFIC_FORMATS, itemsize_of
 from ..optim.like import recipe
 from ..optim.optimizer import ShardedOptimizer
 from .cut import Cut
 from .need import Need
-from .plan_bytes import bytes_of, formula, itemsize_of
+from .plan_bytes import bytes_of, formula
 from .plan_layout import ModelLayout
 from .plan_traffic import moved_of, wire_of
 from .ways import Way

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from ..domain.formats import itemsize_of
+from ..domain.staying import bytes_of_states, num_staying
 from ..kernels.formats import BlockFormat
 from ..offload import gradients as landing
 from ..offload.disk.file_io import PAGE, padded
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from ..config import Tuning
     from ..domain.bucket_plan import PlannedBucket
     from ..kernels.formats import Format
-    from .plan_layout import EqualBuckets, StageLayout
+    from .plan_layout import DomainLayout, EqualBuckets, StageLayout
     from .ways import Tier, Way
 
 _FP32, _RESIDUAL = 4, 2
@@ -43,14 +46,16 @@ def bytes_of(
     for domain in laid.domains.values():
         ranks, buckets = domain.ranks, domain.buckets
         copies = 1 if ZeroStage(way.stage).shards_states else ranks
-        is_lone = sum(count for _, count in buckets) == 1
-        for bucket, count in buckets:
+        is_lone, stay = sum(count for _, count in buckets) == 1, _staying(domain, way)
+        for number, (bucket, count) in enumerate(buckets):
+            tiers = {"device": stay[number], way.tier: count - stay[number]} if stay[number] else {way.tier: count}
             shard = bucket.layout.shard_numel
             held = shard if bucket.shards_params else bucket.layout.numel
             states = sum(int(shard * itemsize_of(bucket.formats.states[each])) for each in bucket.states)
             add("param", "device", count * held * _of_param(bucket, way))
-            add("master", way.tier, count * int(shard * itemsize_of(bucket.formats.master)))
-            add("state", way.tier, count * states)
+            for tier, those in tiers.items():
+                add("master", tier, those * int(shard * itemsize_of(bucket.formats.master)))
+                add("state", tier, those * states)
             # The row of each block: of a shard, and of shards that one launch takes.
             add("buffer", "device", count * shard // BLOCK * 4 * (1 if is_lone else 2))
             if way.has_module:
@@ -71,7 +76,8 @@ def bytes_of(
             add("gradient", "device", domain.numel * way.dtype.itemsize)
             add("ddp", "device", domain.numel * way.dtype.itemsize * (ranks > 1))
         if way.tier == "disk":
-            add("buffer", "host", _staging(buckets, way, tuning))
+            away = [(bucket, count - stay[number]) for number, (bucket, count) in enumerate(buckets)]
+            add("buffer", "host", _staging([each for each in away if each[1]], way, tuning))
     add("state", "device", laid.margins)
     add("window", "device", laid.window)
     return kinds
@@ -88,10 +94,9 @@ def formula(way: Way, laid: StageLayout, feeds_back: bool) -> str:
         ("device", _FP32 if stage.shards_params and way.compute_dtype else way.seen.itemsize, stage.shards_params)
     ]
     sizes += [(_tier_of_sums(way), *gradient), ("device", _RESIDUAL if feeds_back else 0, False)]
-    sizes += [(way.tier, itemsize_of(kept.master), stage.shards_states)]
-    sizes += [
-        (way.tier, laid.shares[name] * itemsize_of(format), stage.shards_states) for name, format in kept.states.items()
-    ]
+    states = sum(laid.shares[name] * itemsize_of(format) for name, format in kept.states.items())
+    for tier, share in ((way.tier, way.fraction), ("device", 1 - way.fraction)):
+        sizes.append((tier, share * (itemsize_of(kept.master) + states), stage.shards_states))
 
     def of(tier: str) -> str:
         whole = sum(size for where, size, is_sharded in sizes if where == tier and not is_sharded)
@@ -103,16 +108,17 @@ def formula(way: Way, laid: StageLayout, feeds_back: bool) -> str:
     return ", ".join([of("device"), *(f"{tier} {of(tier) or 0}" for tier in others)])
 
 
-def itemsize_of(format: Format | None) -> float:
-    """Returns the bytes of an element, with its share of a block's scale; codes of 4 bits travel two in a byte."""
-    if format is None:
-        return 0
-    return format.bits / 8 + _FP32 / BLOCK if isinstance(format, BlockFormat) else format.itemsize
-
-
 def _of_param(bucket: PlannedBucket, way: Way) -> int:
     """Returns the bytes of an element that a rank keeps."""
     return _FP32 if bucket.keeps_exact else way.seen.itemsize
+
+
+def _staying(domain: DomainLayout, way: Way) -> Counter[int]:
+    """Returns how many of each of the domain's equal buckets keep their states on the device of those that offload."""
+    if way.fraction == 1:
+        return Counter()
+    nbytes = [bytes_of_states(bucket) for bucket, _ in domain.buckets]
+    return Counter(domain.order[: num_staying([nbytes[number] for number in domain.order], way.fraction)])
 
 
 def _tier_of_sums(way: Way) -> Tier:

@@ -74,11 +74,25 @@ def add_plan(commands: Any) -> None:
         action="store_true",
         help="keep sums of gradients in host memory, where that is possible: stages 2 and 3 with --offload",
     )
+    plan.add_argument(
+        "--offload-fraction",
+        type=_fraction,
+        default=1.0,
+        metavar="PART",
+        help="of masters and states that is offloaded, above 0 and up to 1 (default: %(default)s)",
+    )
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
     plan.add_argument(
         "--plot", type=chart_file, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)"
     )
     plan.set_defaults(run=_plan)
+
+
+def _fraction(text: str) -> float:
+    found = float(text)
+    if not 0 < found <= 1:
+        raise ValueError
+    return found
 
 
 def _flag(field: str) -> str:
@@ -118,7 +132,12 @@ def _plan(options: argparse.Namespace) -> CommandResult:
     ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
-    asked = [possible(replace(way, **given, tier=tier, sums_rest=options.offload_gradients)) for way in ways]
+    asked = [
+        possible(
+            replace(way, **given, tier=tier, fraction=options.offload_fraction, sums_rest=options.offload_gradients)
+        )
+        for way in ways
+    ]
     # Formats and tiers are searched; other options are kept as given.
     kept = {field.name: given[field.name] for field, _ in planned(Options) if not choices_of(field.type)}
     ways = [replace(way, **kept) for way in ways]

@@ -42,6 +42,7 @@ class DomainLayout:
         numel: of the params.
         matrices: the matrices that each step makes whole.
         gathered: elements that a step gathers; an element that is gathered twice counts twice.
+        order: the numbers of ``buckets``, once for each bucket, in backward order.
     """
 
     ranks: int
@@ -49,6 +50,7 @@ class DomainLayout:
     matrices: MatrixStats
     buckets: EqualBuckets
     gathered: int
+    order: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class ModelLayout:
 
     def stage(self, way: Way, number: int) -> StageLayout:
         """Returns the layout of a stage."""
-        common = replace(way, tier="device", sums_rest=False, release_gradients=False)
+        common = replace(way, tier="device", fraction=1.0, sums_rest=False, release_gradients=False)
         if (number, common) not in self._laid_out:
             self._laid_out[number, common] = self._lay_out(common, number)
         return self._laid_out[number, common]
@@ -126,8 +128,10 @@ class ModelLayout:
             rule = rule.averaging(way.ema)
         sizes = {"data": self._ranks, "experts": self._ranks // self._cut.experts}
         equal: dict[str, dict[Any, tuple[PlannedBucket, int]]] = {name: {} for name in sizes}
+        numbers: dict[str, dict[Any, int]] = {name: {} for name in sizes}
         units: Counter[int] = Counter()  # bytes of each, padding included
         numels: dict[str, Counter[int]] = {name: Counter() for name in sizes}
+        orders: dict[str, list[int]] = {name: [] for name in sizes}
         matrices = dict.fromkeys(sizes, NO_MATRICES)
         for name, ranks in sizes.items():
             for bucket, unit in self._buckets(way, stage, rule, asked, name, ranks):
@@ -140,6 +144,7 @@ class ModelLayout:
                 key = bucket.layout, bucket.states, bucket.formats.key, bucket.shards_params
                 _, count = equal[name].get(key, (bucket, 0))
                 equal[name][key] = bucket, count + 1
+                orders[name].append(numbers[name].setdefault(key, len(numbers[name])))
         window, turns = self._gathered(units, stage)
         domains = {
             name: DomainLayout(
@@ -148,6 +153,7 @@ class ModelLayout:
                 matrices[name],
                 list(equal[name].values()),
                 sum(numel * turns[name, unit] for unit, numel in numels[name].items()),
+                orders[name],
             )
             for name, ranks in sizes.items()
             if equal[name]

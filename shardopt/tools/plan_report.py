@@ -45,7 +45,8 @@ def call(optimizer: str, way: Way, cut: Cut) -> str:
     keywords += ["norm_group=dist.group.WORLD"] * (cut.pipeline > 1)
     keywords += [f"{name}={value!r}" for name, value in possible(way).options.items()]
     offload = repr("cpu" if way.tier == "host" else "/a/directory")
-    offload = f"Offload({offload}, gradients='cpu')" if way.sums_rest else offload
+    rare = ["gradients='cpu'"] * way.sums_rest + [f"fraction={way.fraction:g}"] * (way.fraction < 1)
+    offload = f"Offload({', '.join([offload, *rare])})" if rare else offload
     keywords += [f"offload={offload}"] * (way.tier != "device")
     given = "model" if way.has_module else "model.parameters()"
     if cut.experts > 1:  # experts have a process_group of their own

@@ -31,6 +31,7 @@ class Way:
         dtype: of params.
         master, state_format, gradient_format, ema, release_gradients: the options with these names.
         tier: where masters and states are kept: "device", "host" (``offload="cpu"``) or "disk".
+        fraction: the part of masters and states that is offloaded (``Offload(fraction=)``); 1 on the device.
         sums_rest: True if sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
         compute_dtype: the option with this name, of fp32 params.
     """
@@ -45,6 +46,7 @@ class Way:
     ema: float | None = None
     release_gradients: bool = False
     sums_rest: bool = False
+    fraction: float = 1.0
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class Way:
         whole(self.stage, "Way.stage", least=0, most=3)
         for name in ("has_module", "release_gradients", "sums_rest"):
             flag(getattr(self, name), f"Way.{name}")
+        number(self.fraction, "Way.fraction", above=0, most=1)
         if self.ema is not None:
             number(self.ema, "Way.ema", least=0, below=1)
         if not isinstance(self.dtype, torch.dtype):
@@ -94,7 +97,8 @@ class Way:
             for field, words in PLANNED
             if field.name in given
         ]
-        parts += [f"on {self.tier}"] * (self.tier != "device")
+        part = "" if self.fraction == 1 else f"{self.fraction:.0%} "
+        parts += [f"{part}on {self.tier}"] * (self.tier != "device")
         parts += ["gradients on host"] * self.sums_rest
         return ", ".join(parts)
 
@@ -119,6 +123,7 @@ def possible(way: Way) -> Way:
         master=way.master if is_low and way.compute_dtype is None else "fp32",
         gradient_format=way.gradient_format if is_low and way.has_module and not releases else "fp32",
         release_gradients=releases,
+        fraction=1.0 if way.tier == "device" else way.fraction,
         sums_rest=way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device",
     )
 

@@ -179,6 +179,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({ZERO: {"offload_optimizer": {"device": "cpu", "pin_memory": "no"}}}, ('pin_memory="no"', "true or false")),
     ({ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": ["/a"]}}}, ('nvme_path=["/a"]', "a text")),
     ({ZERO: {"offload_optimizer": {"device": "cpu", "ratio": "all"}}}, ('ratio="all"', "a number")),
+    ({ZERO: {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}}, ("offload_optimizer", "fraction", "1.5")),
     ({"bf16": {"enabled": "false"}}, ('bf16.enabled="false"', "true or false")),
     ({"bfloat16": {"enabled": "false"}}, ('bfloat16.enabled="false"', "true or false")),
     ({"bf16": True}, ("bf16=true", "an object")),

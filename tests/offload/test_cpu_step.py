@@ -41,6 +41,8 @@ def ways(root: Path) -> dict[str, Offload]:
         "cpu": Offload(step="cpu"),
         "auto": Offload(),
         "disk": Offload(root),
+        "part": Offload(fraction=0.5),
+        "part on disk": Offload(root, fraction=0.5),
     }
 
 
@@ -51,7 +53,8 @@ def ways(root: Path) -> dict[str, Offload]:
 def test_every_rule_leaves_the_same_bits(case: Case, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         ends = []
-        for offload in (None, Offload(step="cpu"), Offload(tmp_path)):
+        parts = (Offload(step="gpu", fraction=0.4), Offload(tmp_path, fraction=0.6))
+        for offload in (None, Offload(step="cpu"), Offload(tmp_path), *parts):
             with nullcontext() if offload is None else on_a_gpu():
                 params, optimizer = make(case.ours, offload, dtype, **case.keywords[-1])
                 found = []
@@ -352,7 +355,8 @@ def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path
 
 def with_params(root: Path) -> dict[str, Offload]:
     away = {step: Offload(params="cpu", step=step) for step in ("cpu", "gpu", "auto")}
-    return {**away, "disk": Offload(root, params=root)}
+    part = {"part": Offload(params="cpu", fraction=0.5), "part on disk": Offload(root, params=root, fraction=0.5)}
+    return {**away, **part, "disk": Offload(root, params=root)}
 
 
 @sweep_at_once({"way": tuple(with_params(Path())), "live_bytes": (6000, 1 << 20), "recipe": RECIPES}, strength=1)
@@ -370,7 +374,7 @@ def everything(offload: Offload | None, runs: str, low: bool) -> list[list[bytes
         return goes_through_everything(offload, f"{runs} {dist.is_initialized()}", low)
 
 
-EVERYTHING = {"world": (2, 1), "low": (True, False), "way": ("cpu", "params", "disk", "params on disk")}
+EVERYTHING = {"world": (2, 1), "low": (True, False), "way": ("cpu", "params", "disk", "params on disk", "part")}
 
 
 @sweep_at_once(EVERYTHING, strength=1)
@@ -381,6 +385,7 @@ def test_every_way_to_params_at_stage_3_leaves_the_same_bits(rows: list[Row], ra
         "params": Offload(params="cpu"),
         "disk": Offload(swap),
         "params on disk": Offload(swap, params=swap),
+        "part": Offload(swap, fraction=0.5),
     }
     for world, low in dict.fromkeys(row[:2] for row in rows):
         expected = ranks.run(everything, None, str(tmp_path / f"runs {world} {low}"), low, world=world)

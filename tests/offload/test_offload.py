@@ -36,7 +36,7 @@ def test_every_rule_leaves_the_same_bits(case: Case, tmp_path: Path) -> None:
     grid: list[tuple[torch.dtype, Keywords]] = [(torch.float32, {}), (torch.bfloat16, case.keywords[-1])]
     for dtype, keywords in grid:
         ends = []
-        for offload in (None, "cpu", tmp_path):
+        for offload in (None, "cpu", tmp_path, Offload(tmp_path, fraction=0.4)):
             params, optimizer = make(case.ours, offload, dtype, **keywords)
             advance(params, optimizer, range(4))
             ends.append(bits(params, optimizer))
@@ -167,6 +167,7 @@ def ways(root: Path) -> dict[str, Offload]:
     return {
         "cpu": Offload(),
         "disk": Offload(root),
+        "part": Offload(root, fraction=0.4),
         "gradients too": Offload(root, gradients="cpu"),
     }
 

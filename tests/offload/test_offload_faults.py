@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from shardopt import OffloadError, ShardedAdamW, Tuning
+from shardopt import Offload, OffloadError, ShardedAdamW, Tuning
 from shardopt.kernels import native_backend
 from shardopt.offload.disk import file_io
 from shardopt.offload.disk import system as calls
@@ -128,12 +128,12 @@ def system(one: System) -> Iterator[None]:
 class Training:
     """Steps, weights that were written, a save, a load and a move into memory and back."""
 
-    def __init__(self, root: Path, offload: bool = True):
+    def __init__(self, root: Path, offload: bool = True, fraction: float = 1.0):
         self.params = [Parameter(torch.linspace(-1, 1, n).to(torch.bfloat16)) for n in (700, 2300, 1)]
         self.optimizer = ShardedAdamW(
             self.params,
             lr=1e-2,
-            offload=root if offload else None,
+            offload=Offload(root, fraction=fraction) if offload else None,
             tuning=Tuning(chunk_bytes=CHUNK, bucket_bytes=2000),
         )
         self.saved: Any = None
@@ -193,9 +193,9 @@ def undisturbed() -> list[list[bytes]]:
     return [*before, *[training.bits()] * 3]  # where nothing moves, a move changes nothing
 
 
-def disturbed(root: str, kind: str, fault: str, every: int, expected: list[list[bytes]]) -> int:
+def disturbed(root: str, kind: str, fault: str, every: int, expected: list[list[bytes]], fraction: float = 1.0) -> int:
     """One training, with a fault at each ``every``-th call of each act on the last rank. How many there were."""
-    training, count = Training(Path(root)), 0
+    training, count = Training(Path(root), fraction=fraction), 0
     is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     is_harmless = fault in HARMLESS
     for number, (act, before) in enumerate(zip(training.acts, expected, strict=False)):
@@ -233,7 +233,8 @@ def all_faults(root: str, every: int) -> dict[str, int]:
     """EIO at every ``every``-th call, other faults at an eighth of these: by fault, how many there were."""
     expected = undisturbed()
     often = {"EIO", *HARMLESS}
-    return {
+    part = {"write a part": disturbed(root, "write", "EIO", every, expected, fraction=0.5)}
+    return part | {
         f"{kind} {fault}": disturbed(
             root, kind, fault, every * (1 if fault in often or kind in ("open", "reserve") else 8), expected
         )

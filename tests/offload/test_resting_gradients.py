@@ -180,8 +180,9 @@ RECIPES = ("accumulates under no_sync", "clips in the step", "scaler", "own grou
 
 def training_ways(root: Path) -> dict[str, Offload]:
     params = [Offload(gradients="cpu", params="cpu"), Offload(root, gradients="cpu", params=root)]
-    names = ("cpu", "gpu", "auto", "disk", "params", "params on disk")
-    return dict(zip(names, [*ways(root), *params], strict=True))
+    parts = [Offload(gradients="cpu", step="gpu", fraction=0.5), Offload(root, gradients="cpu", fraction=0.5)]
+    names = ("cpu", "gpu", "auto", "disk", "params", "params on disk", "part", "part on disk")
+    return dict(zip(names, [*ways(root), *params, *parts], strict=True))
 
 
 AXES = {

@@ -141,6 +141,7 @@ OFFLOAD = {
     "gradients": NONE,
     "params": NONE,
     "step": NOTHING,
+    "fraction": {"numpy int", "tensor int"} | HALF,
     "pin_memory": FLAG,
 }
 SAVE = {

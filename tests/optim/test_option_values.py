@@ -54,6 +54,9 @@ def test_tuning_is_refused_by_name(given: dict[str, Any]) -> None:
         {"step": ["cpu"]},
         {"gradients": "gpu"},
         {"states": b"x"},
+        {"fraction": 0},
+        {"fraction": 1.5},
+        {"fraction": "half"},
     ],
     ids=str,
 )

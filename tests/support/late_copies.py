@@ -17,7 +17,10 @@ from shardopt import Offload
 from shardopt.domain import tiers
 from shardopt.offload.gradients import HostLanding
 from shardopt.offload.kept import Kept
+from shardopt.offload.near import NearStore
+from shardopt.offload.store import Store
 from shardopt.offload.streams import Copy, CopyStreams, Mark
+from shardopt.partition.memory import zeros
 
 CPU = torch.device("cpu")
 
@@ -160,9 +163,13 @@ def as_on_a_gpu(streams: type[CopyStreams]) -> Iterator[None]:
     def offloads_params(offload: Offload | None, device: torch.device) -> bool:
         return offload is not None and offload.params is not None
 
+    def near(offload: Offload, device: torch.device, beside: Store) -> NearStore:
+        return NearStore(zeros, not beside.is_final, None if offload.gradients is None else streams())
+
     with ExitStack() as stack:
         for module in ("domain", "relocate"):
             stack.enter_context(patch(f"shardopt.domain.{module}.make_store", beside))
+            stack.enter_context(patch(f"shardopt.domain.{module}.make_near_store", near))
         stack.enter_context(patch("shardopt.domain.bind.make_landing", landing))
         stack.enter_context(patch("shardopt.domain.tiers.register_with_cuda", None))
         for module in ("domain.bind", "domain.relocate"):

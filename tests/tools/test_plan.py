@@ -62,7 +62,9 @@ def formula_of(need: Need, ranks: int) -> float:
 
 def offload_of(way: Way, directory: str) -> Offload | str | None:
     where = {"device": None, "host": "cpu", "disk": directory}[way.tier]
-    return Offload(where, gradients="cpu") if way.sums_rest and where is not None else where
+    if where is None or (not way.sums_rest and way.fraction == 1):
+        return where
+    return Offload(where, gradients="cpu" if way.sums_rest else None, fraction=way.fraction)
 
 
 def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[Way], directory: str) -> None:
@@ -132,7 +134,8 @@ def ways_with_formats() -> list[Way]:
         for way, (master, states, tier) in zip(low, itertools.cycle(kinds), strict=False)
     ]
     found += [dataclasses.replace(way, gradient_format="bf16") for way in found if way.has_module]
-    mixed = [Way(3, True, torch.bfloat16, state_format="int8", tier="disk")]
+    mixed = [Way(3, True, torch.bfloat16, state_format="int8", tier="disk", fraction=0.4)]
+    mixed += [Way(2, True, torch.bfloat16, tier="host", fraction=0.5)] * 2  # on 2 ranks and on 4
     mixed += [dataclasses.replace(way, sums_rest=True) for way in found if way.stage >= 2 and way.tier != "device"]
     released = [
         Way(stage, True, torch.bfloat16, "split24", "int8", tier, release_gradients=True) for stage, tier in RELEASED
@@ -375,6 +378,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["plan", "--params", "7e5", "--all"]) == 0
     tiers = 6 * 3 * 3 + (2 + 4 * 2) * 4 * 3 * 3
     assert len(capsys.readouterr().out.splitlines()) == 3 + tiers + 2 * 3 * 2 + 2 * 2 * 4 * 3 * 2
+    part = ["--offload", "cpu", "--offload-fraction", "0.4", "--dtype", "bf16"]
+    assert main(["plan", "--params", "7e6", "--ranks", "8", *part]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 2, bfloat16, 40% on host" in printed and "2 + 11.2/N, host 4.8/N" in printed
+    with pytest.raises(SystemExit):
+        main(["plan", "--params", "7e5", "--offload", "cpu", "--offload-fraction", "1.5"])
+    assert "--offload-fraction" in capsys.readouterr().err
     assert main(["plan", "--params", "7e5", "--offload", "disk", "--offload-gradients"]) == 0
     printed = capsys.readouterr().out
     assert sum("on disk, gradients on host" in line for line in printed.splitlines()) == 4

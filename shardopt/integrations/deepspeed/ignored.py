@@ -61,7 +61,6 @@ _ALWAYS: dict[str, tuple[Kind, Any, str]] = {
     f"{_ZERO}.allgather_partitions": (flag, True, "it is always on"),
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": (flag, True, "a saved state_dict() is whole all the same"),
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": (flag, True, "a saved state_dict() is whole all the same"),
-    f"{_ZERO}.offload_optimizer.ratio": (number, 1, "all masters and states are offloaded, or none"),
     f"{_ZERO}.mics_shard_size": (number, -1, "for shards within a machine give a 2D DeviceMesh as process_group"),
     f"{_ZERO}.zero_hpz_partition_size": (count, 1, "for shards within a machine give a 2D DeviceMesh as process_group"),
     "prescale_gradients": (flag, False, "gradients are summed in fp32 and divided once"),

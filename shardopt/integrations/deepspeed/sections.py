@@ -196,7 +196,8 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
         for name in ("offload_optimizer.pin_memory", "offload_param.pin_memory", "cpu_offload_use_pin_memory")
     ]
     pinned = next((each for each in pins if each is not None), None)
-    states = _tier_of(keys, "offload_optimizer", ("cpu_offload",))
+    ratio = keys.take(f"{_ZERO}.offload_optimizer.ratio", number, 1.0)
+    states = _tier_of(keys, "offload_optimizer", ("cpu_offload",)) if ratio else None
     params = _tier_of(keys, "offload_param", ("cpu_offload_params", "cpu_offload_param"))
     if params is not None and stage < 3:
         keys.warn(f"{_ZERO}.offload_param", "below stage 3 params are whole on every rank")
@@ -209,7 +210,7 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
     if states is None:
         keys.warn(f"{_ZERO}.offload_param without offload_optimizer", "masters and states go with the params")
     try:
-        found = Offload(states=states or params or "cpu", params=params)
+        found = Offload(states=states or params or "cpu", params=params, fraction=ratio or 1.0)
     except (TypeError, ValueError) as error:
         keys.errors.append(f"{_ZERO}.offload_optimizer: {str(error).removesuffix('.')}")
         return {}
