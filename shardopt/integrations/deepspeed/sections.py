@@ -197,7 +197,8 @@ def offload_of(keys: Keys, stage: int, device: torch.device) -> dict[str, Any]:
     ]
     pinned = next((each for each in pins if each is not None), None)
     ratio = keys.take(f"{_ZERO}.offload_optimizer.ratio", number, 1.0)
-    states = _tier_of(keys, "offload_optimizer", ("cpu_offload",)) if ratio else None
+    states = _tier_of(keys, "offload_optimizer", ("cpu_offload",))
+    states = states if ratio else None
     params = _tier_of(keys, "offload_param", ("cpu_offload_params", "cpu_offload_param"))
     if params is not None and stage < 3:
         keys.warn(f"{_ZERO}.offload_param", "below stage 3 params are whole on every rank")
