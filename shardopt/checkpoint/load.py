@@ -223,6 +223,11 @@ class Loading:
         domains = self._model.domains
         try:
             self._collectives.together(self._write, "loading a checkpoint")
+            for domain in domains:
+                if domain.links is not None and domain.codes_updates:
+                    from ..domain.shown_params import show_loaded  # no more is loaded than is used
+
+                    show_loaded(domain)
         except ShardoptError as error:
             for domain in domains:
                 domain.mark_broken(f"while loading a checkpoint: {error}", by_load=True)
@@ -281,6 +286,9 @@ class Loading:
         kinds = {} if saved is None else self._manifest.kinds[saved]
         # The next step rebuilds the master from the param, if the master does not round to the param.
         entry.note_replaced()
+        if shard.exact_slice is not None:
+            where = shard.slice_of(index).local
+            shard.exact_slice.load(where.start, where.stop)
         if "master" not in kinds and shard.masters and shard.exact == "param":
             # The checkpoint has no master, and the low bits of the present master belong to other weights.
             where = shard.slice_of(index).local

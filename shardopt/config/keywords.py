@@ -56,7 +56,7 @@ class OptionKeywords(TypedDict, total=False):
     256, decoded and summed in fp32 on every connection.
     """
     gather_dtype: ParamTraffic | None
-    """In which params travel to forward and backward at stage 3: ``"int8"`` in blocks of 256, or None: their own."""
+    """In which params travel, from stage 1 on: ``"int8"`` in blocks of 256, or None: their own."""
     error_feedback: bool | None
     """Add what quantizing gradients took from them to those of the next backward: 2 bytes a param on every rank; None:
     at stages 0 to 2, where ``reduce_dtype`` quantizes.

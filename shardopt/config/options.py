@@ -163,9 +163,9 @@ class Options:
             the gradient's own. ``"int8"``: quantized in blocks of 256 elements, one byte and a 64th an element, and
             summed in fp32 over NCCL too; ``"int4"``: half a byte and a 64th. They travel by messages then, also
             between ranks of one machine.
-        gather_dtype: in which params travel to a training's passes at stage 3. ``"int8"``: quantized in blocks of 256
-            elements, one byte and a 64th an element; every rank computes with what arrives, and the slices stay as they
-            are. None: the param's own.
+        gather_dtype: in which params travel: updated ones at stages 1 and 2, to a training's passes at stage 3.
+            ``"int8"``: quantized in blocks of 256 elements, one byte and a 64th an element; every rank computes with
+            what arrives, and the owner of a slice keeps it as it is. None: the param's own.
         error_feedback: add what quantizing took from a gradient to that of the next backward, so that over steps
             nothing is lost: 2 bytes a param on every rank, whatever the number of ranks. None: at stages 0 to 2, where
             ``reduce_dtype`` quantizes.
@@ -256,7 +256,7 @@ class Options:
     )
     gather_dtype: ParamTraffic | None = option(
         None,
-        'in which params travel to forward and backward at stage 3: `"int8"` in blocks of 256, or None: their own '
+        'in which params travel, from stage 1 on: `"int8"` in blocks of 256, or None: their own '
         "([quantized traffic](traffic.md#params))",
         _gather_dtype,
     )
@@ -317,10 +317,10 @@ class Options:
                 "give reduce_dtype='int8' or 'int4', or omit error_feedback=True: gradients travel "
                 "unquantized, so nothing is taken from them that could be added later, and it would have no effect."
             )
-        if self.gather_dtype is not None and self.stage < 3:
+        if self.gather_dtype is not None and self.stage == 0:
             raise ValueError(
-                f"give stage=3, or omit gather_dtype={self.gather_dtype!r}: at stage {self.stage} the next update "
-                "starts from the whole params that ranks hold, and what rounding takes from these would add up."
+                f"give stage=1, 2 or 3, or omit gather_dtype={self.gather_dtype!r}: at stage 0 every rank updates all "
+                "params, so none are gathered and it would have no effect."
             )
         self._check_offload()
         if self.release_gradients:

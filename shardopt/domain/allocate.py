@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .bucket_plan import PlannedBucket
     from .domain import Domain
     from .gradient_code import GradientCode
+    from .param_code import ParamCode
 
 Waiting = Mapping[torch.nn.Parameter, ParamState]
 Fresh = Collection[torch.Tensor]
@@ -47,7 +48,7 @@ class AllocatedBucket:
         entries: the records of its params; empty if they are frozen.
         sums: of their gradients, where the module was handed over.
         own: this rank's slice of the params apart from the bucket, at stage 3.
-        code: the form in which params travel in a pass, at stage 3; None: as they are.
+        code: the form in which params travel, to a pass at stage 3, else after an update; None: as they are.
         window: on the params, once ranks are connected.
         sums_window: on the sums; None: no other rank reads them.
     """
@@ -89,6 +90,7 @@ def allocate(
         bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded, exact, planned.keeps_exact
     )
     shard.stays, shard.takes_sources = stays, not domain.options.release_gradients
+    code = None if domain.shards_params and not planned.shards_params else _param_code(domain, shard)
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):
@@ -103,8 +105,8 @@ def allocate(
             entry.note_loaded(state)
     sums = None if domain.options.module is None else _sums(domain, planned, shard, landing, undo)
     if not planned.shards_params:
-        return AllocatedBucket(shard, tuple(entries), sums)
-    return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard(), _param_code(domain, shard))
+        return AllocatedBucket(shard, tuple(entries), sums, code=None if code is None else shard.keep_exact(code))
+    return AllocatedBucket(shard, tuple(entries), sums, shard.make_param_shard(), code)
 
 
 def allocate_frozen(
@@ -180,7 +182,7 @@ def _sums(
     return GradientBucket(planned.layout, reduced, shard.device, mesh, sink, make_code)
 
 
-def _param_code(domain: Domain, shard: Shard) -> ShardCode | None:
+def _param_code(domain: Domain, shard: Shard) -> ParamCode | None:
     asked, ranks = domain.options.gather_dtype, domain.mesh.shard
     if asked is None or ranks.size == 1 or shard.bucket.dtype not in GRADIENT_DTYPES:
         return None

@@ -58,7 +58,7 @@ def averaged(domain: Domain) -> Iterator[None]:
         if is_over:
             written = _written_inside(domain, averages)
         try:
-            _put(domain, weights)
+            _put(domain, weights, exact=False)
         except BaseException as error:
             domain.mark_broken(f"while putting weights back in the place of their average: {error}")
             raise
@@ -106,7 +106,7 @@ def _updated(domain: Domain, shard: Shard) -> list[ParamRecord]:
 
 
 @torch.no_grad()
-def _put(domain: Domain, values: Slices) -> None:
+def _put(domain: Domain, values: Slices, exact: bool = True) -> None:
     """Collective: writes these slices of each rank, and gathers params that are whole on every rank."""
     if domain.sharded is not None:
         domain.gatherer.before_writes()
@@ -114,16 +114,15 @@ def _put(domain: Domain, values: Slices) -> None:
     def write() -> None:
         for shard, own in values.items():
             shard.write_chunk("param", 0, own)
+            if shard.exact_slice is not None:
+                shard.exact_slice.is_ahead = True
 
     _on_all(domain, write)
     if domain.sharded is not None:
         domain.gatherer.writes.after_writes()  # until all ranks have written theirs
-    gather = domain.transport.gather("gathering averaged params")
-    for shard in values:
-        if shard.gathered is None:
-            gather.start(shard.window)
-    gather.finish()
-    domain.transport.traffic.params += gather.received
+    from .shown_params import show  # no more is loaded than is used
+
+    show(domain, [shard for shard in values if shard.gathered is None], exact, "gathering averaged params")
 
 
 def _on_all(domain: Domain, act: Callable[[], None]) -> None:

@@ -86,8 +86,7 @@ class BlockCode:
     @property
     def message_bytes(self) -> int:
         """The bytes that travel for one slice."""
-        used = self._code_bytes(self._numel) + self._numel // BLOCK * 4
-        return -(-used // _ALIGNED) * _ALIGNED
+        return message_bytes(self._numel, self._bits)
 
     def _code_bytes(self, numel: int) -> int:
         return numel * self._bits // 8
@@ -131,6 +130,12 @@ class BlockCode:
         """Returns the scales of elements [start, stop) of a slice, whole blocks."""
         first = self._code_bytes(self._numel)
         return message[first + start // BLOCK * 4 : first + stop // BLOCK * 4].view(torch.float32)
+
+
+def message_bytes(numel: int, bits: int) -> int:
+    """Returns the bytes of the message of a slice of whole blocks, in codes of so many bits."""
+    used = numel * bits // 8 + numel // BLOCK * 4
+    return -(-used // _ALIGNED) * _ALIGNED
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:

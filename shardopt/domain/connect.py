@@ -61,7 +61,7 @@ def open_windows(links: Links, made: Sequence[AllocatedBucket]) -> None:
     for each in made:
         bucket = each.shard.bucket
         if each.own is None:
-            each.window = links.shards.open(bucket.flat, bucket.layout.shard_numel)
+            each.window = replace(links.shards.open(bucket.flat, bucket.layout.shard_numel), code=each.code)
         if each.sums is not None:
             assert links.reducer is not None
             each.sums_window = links.reducer.window(each.sums)

@@ -237,7 +237,7 @@ class Domain:
             self.shards = [shard for shard in self.shards if shard not in gone]
             self.entries = {param: entry for param, entry in self.entries.items() if entry.shard not in gone}
             for shard in gone:
-                shard.bucket.release()
+                shard.bucket.release(self._exact(shard) if shard.exact_slice is not None else None)
                 shard.home.release()
                 for param in shard.bucket.params:
                     self.counted_elsewhere.discard(param)
@@ -329,6 +329,11 @@ class Domain:
         options = self.options
         is_asked = options.tuning.overlap_gather and options.module is not None and not options.release_gradients
         return is_asked and self.sharded is None and self.transport.overlaps
+
+    @property
+    def codes_updates(self) -> bool:
+        """True if updated params travel in 8 bits."""
+        return self.options.gather_dtype is not None and not self.shards_params
 
     def overlap_gather(self, gather: AsyncGather, shards: Sequence[Shard]) -> bool:
         """Lets the params of these shards arrive while this rank goes on. Returns False if it must wait for them.
@@ -435,7 +440,8 @@ class Domain:
         if links is not None and links.sharded is not None:
             links.sharded.give_back()
         for shard in self.shards:
-            shard.bucket.release(self._exact(shard) if shard.is_cast else None)
+            is_exact = shard.exact_slice is None and not shard.is_cast
+            shard.bucket.release(None if is_exact else self._exact(shard))
         if self._store is not None:
             self._store.close()
         self.kept.free_spare()
@@ -446,7 +452,7 @@ class Domain:
         self._store, self.near, self.shards, self.entries, self._listed = None, None, [], {}, None
 
     def _exact(self, shard: Shard) -> torch.Tensor | None:
-        """Collective: returns the fp32 values of a bucket that holds rounded ones; None once another rank is gone."""
+        """Collective: returns the exact values of a bucket that holds rounded ones; None once another rank is gone."""
         with suppress(CommunicationError):
             return self.gather(shard, shard.exact)
         return None

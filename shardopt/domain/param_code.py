@@ -1,7 +1,8 @@
 """Params on the wire in 8 bits: each rank encodes its slice, and all ranks, that one too, compute with what arrives.
 
 The slice itself stays as it is, and the next gather encodes it anew. So nothing that rounding takes adds up over steps,
-and all ranks hold the same values::
+and all ranks hold the same values. At stage 3 slices lie apart from buckets anyway; at stages 1 and 2
+:class:`.exact_slice.ExactSlice` keeps them apart::
 
     rank 0    slice 0 -> message 0  \\            / decode 0 | decode 1          time ->
                                        exchange
@@ -29,6 +30,7 @@ class ParamCode:
         """Compiles the kernels."""
         self._code = BlockCode(layout.shard_numel, dtype, dtype, format, device)
         self._tables = ShardTables(layout.pieces(rank), layout.shard_numel, device)
+        self._numel = layout.shard_numel
 
     @property
     def message_bytes(self) -> int:
@@ -39,6 +41,11 @@ class ParamCode:
         """Returns the message of this rank's slice."""
         return self._code.encode(shard, self._tables.gradients_in(shard))
 
-    def decode_into(self, shard: torch.Tensor, message: torch.Tensor) -> None:
-        """Fills a rank's slice with what its message holds."""
-        self._code.decode_into(shard, message, 0, add=False)
+    def decode(self, flat: torch.Tensor, messages: torch.Tensor) -> None:
+        """Fills every rank's slice with what its message holds."""
+        for shard, message in zip(flat.split(self._numel), messages.split(self.message_bytes), strict=True):
+            self.decode_into(shard, message)
+
+    def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int = 0) -> None:
+        """Fills ``target`` with what the message of a slice holds, from element ``first`` on: whole blocks."""
+        self._code.decode_into(target, message, first, add=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from ..rules import Variant
     from ..units.gatherer import Gatherer
     from ..units.unit import GatheredBucket, Unit
+    from .exact_slice import ExactSlice
     from .formats import StreamFormats
     from .host_sum import HostSum
+    from .param_code import ParamCode
 
 
 def scales_name(state: str) -> str:
@@ -50,6 +53,7 @@ class Shard:
     Attributes:
         pieces: the parts of params that lie in the shard.
         param: this rank's slice of the params, 1D [shard_numel]; None if it is offloaded to the store.
+        exact_slice: keeps that slice apart from a whole bucket, which shows what 8 bits hold of it; None: it does not.
         is_cast: its params were handed over in fp32, and the bucket holds what they were rounded to.
         dtype: of that slice: the bucket's, or fp32 where the bucket is a rounded copy of it.
         store: of the home.
@@ -67,6 +71,7 @@ class Shard:
     number: int  # of that bucket, in the reducer
     sum_table: Gradients  # the table of what stays in ``gradient_sum``
     gathered: GatheredBucket | None = None  # if params are sharded
+    exact_slice: ExactSlice | None = None
     takes_sources = True  # False if gradients are released: an update would not wait for a source
     stays = False  # True if its states stay on the device where those of others are offloaded
     saved_weights: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
@@ -137,6 +142,8 @@ class Shard:
     @property
     def param_bytes(self) -> int:
         """The bytes of the slice of the params, if it lies outside of the bucket."""
+        if self.exact_slice is not None:
+            return self.exact_slice.nbytes
         return 0 if self.gathered is None or self.param is None else self.param.nbytes
 
     def _zeros(self) -> torch.Tensor:
@@ -200,6 +207,21 @@ class Shard:
             memory.copy_(self._exact(memory, values))
 
         return ParamShard(memory, lambda into: into.copy_(memory), write)
+
+    def keep_exact(self, code: ParamCode) -> ExactSlice:
+        """Keeps this rank's slice of the params apart from the bucket, which travels by ``code`` from here on."""
+        from .exact_slice import ExactSlice  # loaded where it is asked for
+
+        assert self.param is not None
+        self.exact_slice = ExactSlice(self._zeros().copy_(self.param), self.param, code)
+        self.param = self.exact_slice.values
+        return self.exact_slice
+
+    def exact_window(self) -> Window:
+        """Returns the window on the bucket, in which this rank's slice has its place as it is."""
+        if self.exact_slice is not None:
+            self.exact_slice.show()
+        return replace(self.window, code=None)
 
     @property
     def exact(self) -> str:
@@ -401,6 +423,8 @@ class Shard:
 
     def params(self, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of the params, 1D: a view if they lie in memory."""
+        if self.exact_slice is not None:
+            self.exact_slice.take_written(start, stop)
         return self.home.read("param", start, stop) if self.param is None else self.param[start:stop]
 
     def read_chunk(self, name: str, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:

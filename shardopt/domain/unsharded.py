@@ -34,11 +34,14 @@ def unsharded(domains: Sequence[Domain], rule: Rule, ema: object) -> Iterator[No
             averages.extend(_averaging(domains, rule))
         return {"ema": asked}
 
-    # Below stage 3 every rank has its weights, and need not wait for another one.
-    if domain is None or (domain.sharded is None and (rule.average is None or asked is False)):
+    # Below stage 3 every rank has its weights, and need not wait for another one, unless they are rounded.
+    is_whole = domain is None or (domain.sharded is None and not domain.codes_updates)
+    if domain is None or (is_whole and (rule.average is None or asked is False)):
         read()
     else:
         agree_on_call("unsharded()", read, domain.mesh.world)
+    from .shown_params import shown_exactly  # no more is loaded than is used
+
     with ExitStack() as stack:
         for each in [] if averages else domains:
             stack.enter_context(each.shown_whole())
@@ -47,6 +50,8 @@ def unsharded(domains: Sequence[Domain], rule: Rule, ema: object) -> Iterator[No
         for each in [] if averages else domains:
             if each.sharded is not None:
                 stack.enter_context(each.sharded.unsharded())
+            elif each.codes_updates:
+                stack.enter_context(shown_exactly(each))
         yield
 
 

@@ -1,12 +1,13 @@
-"""The fp32 values of params that the model sees in less, where a script asks for weights: in state dicts of the module.
+"""The exact values of params that the model sees in less, where a script asks for weights: in its state dicts.
 
 Params of a module with ``compute_dtype`` are whole and rounded at stages 0, 1 and 2, and their masters have the exact
-values. ``state_dict()`` shows these, as parts that read the other ranks' slices when they are saved;
+values. With ``gather_dtype`` they are rounded at stages 1 and 2, and each owner keeps its exact slice.
+``state_dict()`` shows the exact values, as parts that read the other ranks' slices when they are saved;
 ``load_state_dict()`` writes them, before torch writes what they round to. At stage 3 the params themselves are slices
 of exact values (:mod:`shardopt.domain.sharded_params`).
 
-Inside ``unsharded()`` params are rounded at every stage. A state dict then has whole fp32 tensors: this rank reads
-them alone, and what was written to params counts.
+Inside ``unsharded()`` params of ``compute_dtype`` are rounded at every stage. A state dict then has whole fp32 tensors:
+this rank reads them alone, and what was written to params counts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .hooks import ModuleHook
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
+    from ..domain.shard import Shard
 
 
 class ExactWeights:
@@ -40,7 +42,7 @@ class ExactWeights:
         self.close()
         for domain in domains:
             for entry in domain.entries.values():
-                if entry.shard.is_cast:
+                if entry.shard.is_cast or entry.shard.exact_slice is not None:
                     self._of[entry.outer] = domain, entry
         for module in self._root.modules():
             if any(param in self._of for param in module._parameters.values() if param is not None):
@@ -60,9 +62,9 @@ class ExactWeights:
             # With keep_vars=True the dict has the params themselves.
             if param in self._of and shown is not None and not isinstance(shown, nn.Parameter):
                 domain, entry = self._of[param]
-                if domain.whole_contexts:
+                if domain.whole_contexts and _is_rounded(entry.shard):
                     state_dict[prefix + name] = _whole_of(domain, entry, shown)
-                elif entry.shard.gathered is None and not domain.is_averaged:
+                elif entry.shard.gathered is None and not domain.is_averaged and _is_rounded(entry.shard):
                     state_dict[prefix + name] = _part_of(domain, entry)
 
     @torch.no_grad()
@@ -77,8 +79,13 @@ class ExactWeights:
                 continue  # the param is a slice of exact values, and takes what is given
             if isinstance(given, Part):
                 state_dict[prefix + name] = given = given.full_tensor()
-            if not given.is_meta and given.dtype is not param.dtype:
+            if not given.is_meta and (given.dtype is not param.dtype or entry.shard.exact_slice is not None):
                 _write(domain, entry, given)
+
+
+def _is_rounded(shard: Shard) -> bool:
+    """True if the bucket shows less than the shard keeps."""
+    return shard.is_cast or (shard.exact_slice is not None and not shard.exact_slice.is_shown)
 
 
 def _write(domain: Domain, entry: ParamRecord, whole: torch.Tensor) -> None:
@@ -89,7 +96,10 @@ def _write(domain: Domain, entry: ParamRecord, whole: torch.Tensor) -> None:
         shard.write_param(index, 0, values)
         return
     with domain.epoch.loading(), domain.all_or_nothing():
-        shard.write("master", index, 0, values)
+        if shard.exact_slice is not None:
+            shard.write_param(index, 0, values)
+        if shard.masters:
+            shard.write("master", index, 0, values)
     entry.note_replaced()
 
 
@@ -100,16 +110,18 @@ def _whole_of(domain: Domain, entry: ParamRecord, shown: torch.Tensor) -> torch.
     if fetch is None:  # other ranks cannot be read
         return shown
     kept = shard.in_order(index, fetch().to(shown.device))
+    if shard.exact_slice is not None and not shard.exact_slice.is_shown:  # one rank reads alone, and writes nothing
+        return kept.as_strided(entry.param.size(), shard.strides(index))
     found = codecs.follow(kept, shard.in_order(index, shown.detach()), ties=False)
     return found.as_strided(entry.param.size(), shard.strides(index))
 
 
 def _part_of(domain: Domain, entry: ParamRecord) -> Part:
-    """Returns this rank's slice of a master as a part, with the shape of the param."""
+    """Returns this rank's slice of the exact values as a part, with the shape of the param."""
     shard, index, param = entry.shard, entry.index, entry.param
 
     def gather(_: torch.Tensor) -> torch.Tensor:
-        return shard.as_param(domain.gather(shard, "master"), index).clone()
+        return shard.as_param(domain.gather(shard, shard.exact), index).clone()
 
     def gather_slices(local: torch.Tensor) -> torch.Tensor:
         own = torch.zeros(shard.numel, dtype=local.dtype, device=shard.device)
@@ -123,6 +135,6 @@ def _part_of(domain: Domain, entry: ParamRecord) -> Part:
         param.copy_(whole)
 
     take_parts_along()
-    values, fetch = shard.read("master", index), domain.fetcher(shard, index, "master")
+    values, fetch = shard.read(shard.exact, index), domain.fetcher(shard, index, shard.exact)
     is_alone = domain.mesh.shard.size == 1
     return Part(values, shard.slice_of(index).start, param, gather, None, fetch, write, gather_slices, is_alone)

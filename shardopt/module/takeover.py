@@ -268,6 +268,8 @@ class ModuleTakeover:
         backward.has_stages = len(self.called) > 1 and not domain.options.release_gradients
         backward.on_end = call_while_alive(ModuleTakeover._end_round, self)
         backward.on_reduced = call_while_alive(ModuleTakeover._average_others, self)
+        if domain.codes_updates and self._exact is None:
+            self._exact = ExactWeights(self.module)
         if domain.shards_params:
             self.forward = Forward(domain, self.module, self.called)
             backward.units = self.forward.params
@@ -642,8 +644,9 @@ class ModuleTakeover:
             hook.remove()
         self._hooks = []
         self.first_calls.end()
-        if self.casts is not None and self._exact is not None:
+        if self.casts is not None:
             self.casts.close()
+        if self._exact is not None:
             self._exact.close()
         if self.backward is not None:
             self.backward.detach()

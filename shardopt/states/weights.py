@@ -184,6 +184,9 @@ def _place_of(tensor: torch.Tensor, domains: Sequence[Domain], dtype: torch.dtyp
             return Place(*found, sharded.transport)
         entry = domain.entries.get(tensor)  # type: ignore[call-overload]
         # The module has it rounded; masters have all its bits.
-        if entry is not None and entry.shard.is_cast and entry.shard.gathered is None and not domain.is_averaged:
+        is_cast = entry is not None and entry.shard.is_cast and entry.shard.exact_slice is None
+        if entry is not None and is_cast and entry.shard.gathered is None and not domain.is_averaged:
             return None if dtype in (None, tensor.dtype) else Place(entry.shard, entry.index, domain.transport)
+        if entry is not None and entry.shard.exact_slice is not None and not domain.is_averaged:
+            return Place(entry.shard, entry.index, domain.transport)
     return None

@@ -227,6 +227,8 @@ def _update_or_roll_back(updates: Sequence[Update], main: Domain, whole: Sequenc
         except Exception as error:
             for store in stores:
                 store.roll_back()
+            for update in updates:
+                update.undo()
             return error
     except BaseException:
         for store in stores:
@@ -269,6 +271,9 @@ class Update:
         Args:
             relay: has an earlier error of this rank, and gets the first one.
         """
+        for shard in self.shards:
+            if shard.exact_slice is not None and (self.plan.program.ops and self._writes(shard)):
+                shard.exact_slice.begin_update()
         for op in self.plan.program.ops:
             try:
                 op.run(self, relay)
@@ -284,6 +289,16 @@ class Update:
                 self.flush()  # also after an error: copies are under way
             except Exception as error:
                 relay.note(error)
+
+    def _writes(self, shard: Shard) -> bool:
+        """True if this rank updates the shard, or sends it again."""
+        return shard in self._updated or bool(self.launches.get(shard) or self.matrices.get(shard))
+
+    def undo(self) -> None:
+        """Notes that the store has put everything back."""
+        for shard in self.shards:
+            if shard.exact_slice is not None:
+                shard.exact_slice.is_ahead = False
 
     def run_pass(
         self,
@@ -340,7 +355,10 @@ class Update:
         """From now on shards travel to the other ranks as soon as they are updated."""
         domain = self.domain
         transport = domain.transport
-        self._gather = (transport.async_gather if domain.overlaps_gather else transport.gather)(_GATHERING)
+        if domain.overlaps_gather:
+            self._gather = transport.async_gather(_GATHERING)
+        else:
+            self._gather = transport.gather(_GATHERING, domain.codes_updates)
 
     def send(self, shard: Shard) -> None:
         """Starts to send a shard whose params are updated."""

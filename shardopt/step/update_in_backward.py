@@ -312,6 +312,8 @@ class UpdateInBackward(Backward):
         for entry in self.entries:
             if entry not in current.written:
                 entry.follow_param()
+            if entry.shard.exact_slice is not None:  # its launches ran, and wrote nothing
+                entry.shard.exact_slice.is_ahead = False
 
     def _check_in_time(self, report: Report) -> None:
         if report.late.any():

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..arguments import whole
 from ..config import Options
+from ..domain.block_code import message_bytes
 from ..domain.bucket_plan import NO_MATRICES
 from ..domain.formats import TRAFFIC_FORMATS, itemsize_of
 from ..optim.like import recipe
@@ -28,6 +29,7 @@ from .ways import Way
 if TYPE_CHECKING:
     from ..domain.param import Group
     from ..rules import Rule
+    from .plan_layout import StageLayout
 
 
 def plan(
@@ -135,9 +137,24 @@ class Planner:
         gathered = way.seen.itemsize if packed is None else itemsize_of(TRAFFIC_FORMATS[packed])
         owed = way.has_module and self._options.feeds_back_at(way.stage)
         kinds = bytes_of(laid, way, reduced, self._options.tuning, owed)
-        if packed is not None:  # a unit's messages lie beside it until they are decoded
+        if packed is not None:  # messages lie beside what they will fill until they are decoded
             kinds["window"]["device"] += int(laid.window / way.seen.itemsize * gathered)
+            if way.stage in (1, 2):
+                _add_exact(kinds, laid, way, TRAFFIC_FORMATS[packed].bits)
         wire = wire_of(laid, way, sent, gathered, self._cut)
         numel = sum(domain.numel for domain in laid.domains.values())
         matrices = sum((domain.matrices for domain in laid.domains.values() if way.stage), NO_MATRICES)
-        return Need(way, kinds, formula(way, laid, owed), moved_of(kinds, way, wire), wire, numel, self._cut, matrices)
+        kept = 0.0 if packed is None or way.stage not in (1, 2) else way.seen.itemsize + gathered
+        return Need(
+            way, kinds, formula(way, laid, owed, kept), moved_of(kinds, way, wire), wire, numel, self._cut, matrices
+        )
+
+
+def _add_exact(kinds: dict[str, dict[str, int]], laid: StageLayout, way: Way, bits: int) -> None:
+    """Adds the exact slices that stay beside whole params, each with its message, and the messages of a step."""
+    for domain in laid.domains.values():
+        for bucket, count in domain.buckets if domain.ranks > 1 else ():
+            shard = bucket.layout.shard_numel
+            message = message_bytes(shard, bits)
+            kinds["param"]["device"] += count * (shard * way.seen.itemsize + message)
+            kinds["window"]["device"] += count * domain.ranks * message

@@ -83,8 +83,12 @@ def bytes_of(
     return kinds
 
 
-def formula(way: Way, laid: StageLayout, feeds_back: bool) -> str:
-    """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something."""
+def formula(way: Way, laid: StageLayout, feeds_back: bool, exact: float = 0.0) -> str:
+    """Returns "2 + 4/N, host 12/N": bytes a param of the device, then of other tiers that keep something.
+
+    Args:
+        exact: bytes a param of slices that stay beside whole params.
+    """
     stage, kept = ZeroStage(way.stage), laid.kept
     gradient = 0 if way.release_gradients else kept.gradient.itemsize, way.stage > 0
     if not way.has_module:
@@ -94,6 +98,7 @@ def formula(way: Way, laid: StageLayout, feeds_back: bool) -> str:
         ("device", _FP32 if stage.shards_params and way.compute_dtype else way.seen.itemsize, stage.shards_params)
     ]
     sizes += [(_tier_of_sums(way), *gradient), ("device", _RESIDUAL if feeds_back else 0, False)]
+    sizes += [("device", exact, True)]
     states = sum(laid.shares[name] * itemsize_of(format) for name, format in kept.states.items())
     for tier, share in ((way.tier, way.fraction), ("device", 1 - way.fraction)):
         sizes.append((tier, share * (itemsize_of(kept.master) + states), stage.shards_states))

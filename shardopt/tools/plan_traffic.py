@@ -19,7 +19,7 @@ def wire_of(laid: StageLayout, way: Way, reduced: float, gathered: float, cut: C
     """Returns the bytes that one rank receives, by the ranks among which they move ("data", "experts").
 
     Args:
-        reduced, gathered: bytes of one element that travels: of a gradient, of a param to a forward at stage 3.
+        reduced, gathered: bytes of one element that travels: of a gradient, of a param (at stage 3 to a pass).
     """
     return {
         name: _received(domain, way, laid.kept.gradient.itemsize, reduced, gathered, cut) + _in_slices(domain, way)
@@ -48,15 +48,16 @@ def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: float, ga
         sum_bytes: of one element of the sums of gradients.
     """
     rounds = 1 if cut.at_once and way.stage < 2 else cut.micro_batches
-    size = way.seen.itemsize
+    size: float = way.seen.itemsize
+    after = gathered if way.stage in (1, 2) else size  # of an updated param that ranks hold whole
     if not way.has_module:
-        gradients, params = 2.0 * size, size if way.stage else 0  # the caller reduces, once
+        gradients, params = 2.0 * size, after if way.stage else 0  # the caller reduces, once
     elif way.stage == 0 and way.release_gradients:
         gradients, params = reduced * domain.ranks * rounds, 0  # each rank receives all that the others have
     elif way.stage == 0:
         gradients, params = (reduced + sum_bytes) * rounds, 0  # sums come back as they are kept
     else:
-        gradients, params = reduced * rounds, size
+        gradients, params = reduced * rounds, after
     sharded = sum(
         sum(bucket.layout.numels) * count for bucket, count in domain.buckets if way.stage == 3 and bucket.shards_params
     )

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..partition.streams import last_used
-
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import AllGather, Window
@@ -85,7 +83,6 @@ class GatheredBucket:
         messages, self.messages = self.messages, None
         if messages is not None:
             self.window.decode(messages)
-            last_used(messages.flat)  # the gather may have been started on another stream
 
 
 @dataclass(eq=False)

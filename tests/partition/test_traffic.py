@@ -140,6 +140,8 @@ WAYS = (
     Way(2, 4, 2, {"reduce_dtype": LOW}, {"neighbours": False}),
     Way(1 + 4 / 256, 4, 2, {"reduce_dtype": "int8"}, {"neighbours": False}),
     Way(1 / 2 + 4 / 256, 4, 1, {"reduce_dtype": "int4"}),
+    Way(4, 1 + 4 / 256, 2, {"gather_dtype": "int8"}),
+    Way(1 + 4 / 256, 1 + 4 / 256, 1, {"reduce_dtype": "int8", "gather_dtype": "int8"}, dtype=LOW),
     # Under no_sync(), ours or DDP's, stages 0 and 1 move nothing; stage 2 reduces every backward.
     Way(4 + 4, 0, 0, syncs=PAUSES),
     Way(4, 4, 1, syncs=PAUSES, wrapped=True),

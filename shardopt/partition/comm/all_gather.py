@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..streams import last_used
 from .group import Pending, as_bytes
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class ShardCode(Protocol):
     def encode(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns the message of this rank's shard: 1D uint8."""
 
-    def decode_into(self, shard: torch.Tensor, message: torch.Tensor) -> None:
-        """Fills a shard with what its message holds."""
+    def decode(self, flat: torch.Tensor, messages: torch.Tensor) -> None:
+        """Fills all shards with what their messages hold, this rank's own too: all ranks then have the same values."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ class Window:
         return found
 
     def decode(self, messages: Window) -> None:
-        """Fills every shard, this rank's own too, with what its message holds: all ranks then have the same values."""
+        """Fills every shard with what its message holds; the current stream has waited for the messages."""
         assert self.code is not None
-        for rank in range(self.flat.numel() // self.shard_numel):
-            self.code.decode_into(self.shard(rank), messages.shard(rank))
+        self.code.decode(self.flat, messages.flat)
+        last_used(messages.flat)  # the gather may have been started on another stream
 
     @cached_property
     def nbytes_received(self) -> int:
@@ -91,6 +92,18 @@ class AllGather:
     def start(self, window: Window) -> None:
         if window.nbytes_received:  # not on one rank, which owns everything
             self.ends[window.number] = self._begin(window)
+
+    def start_encoded(self, window: Window, rank: int) -> int:
+        """Like ``start``, but shards travel as the window's code has them. Returns the bytes that will arrive."""
+        messages = window.encoded(rank)
+        end = self._begin(messages)
+
+        def arrive() -> None:
+            end()
+            window.decode(messages)
+
+        self.ends[window.number] = arrive
+        return messages.nbytes_received
 
     def finish(self) -> None:
         """Waits until every started window holds every rank's shard.

@@ -36,6 +36,7 @@ class AsyncGather:
         self._ranks, self._all_gather, self._phase = ranks, all_gather, phase
         self._tag = FIRST_TAG + number
         self._ends = all_gather.ends  # of the windows that were not waited for yet
+        self._coded: set[int] = set()  # the windows that are decoded once they have arrived
         self._statuses: list[torch.Tensor] = []  # by rank: 1 if it failed
         self._status_messages: Pending | None = None
         self._device = torch.device("cpu")
@@ -45,13 +46,17 @@ class AsyncGather:
     def start(self, window: Window) -> None:
         if not window.nbytes_received:
             return
+        self._device = window.flat.device
+        self._step_stream = current_stream(self._device)
         # Code that no guard sees would train on the old values without notice. NaN is noticed. Test:
         # test_what_has_not_arrived_is_nan_and_never_older in tests/module/test_arriving.py.
         for rank in range(self._ranks.size):
-            if rank != self._ranks.rank:
+            if rank != self._ranks.rank or window.code is not None:
                 window.shard(rank).fill_(math.nan)
-        self._device = window.flat.device
-        self._step_stream = current_stream(self._device)
+        if window.code is not None:
+            self._coded.add(window.number)
+            self.received += self._all_gather.start_encoded(window, self._ranks.rank)
+            return
         self._all_gather.start(window)
         self.received += window.nbytes_received
 
@@ -78,9 +83,13 @@ class AsyncGather:
         end()
         # Most of a script runs on the stream of the step. If a param is read first on another stream (a copy of the
         # weights, say), kernels on the stream of the step would not wait for the gather. So that stream waits as well.
-        if self._step_stream is not None and self._step_stream != current_stream(self._device):
-            with torch.cuda.stream(self._step_stream):
-                end()
+        here = current_stream(self._device)
+        if self._step_stream is not None and here is not None and self._step_stream != here:
+            if number in self._coded:  # decoding again would write what may be read by now
+                self._step_stream.wait_stream(here)
+            else:
+                with torch.cuda.stream(self._step_stream):
+                    end()
         del self._ends[number]  # last: after an error the next wait meets the same error
 
     def finish(self, failed: bool = False) -> None:

@@ -143,9 +143,14 @@ class Transport:
             return by_reading(self.ranks, self._memory)
         return all_gather_between(self.ranks, self._device, phase, limit)
 
-    def gather(self, phase: str) -> Gather:
-        """Returns a gather for shards that are being written."""
-        return Gather(self.ranks, self.all_gather(phase), phase)
+    def gather(self, phase: str, is_coded: bool = False) -> Gather:
+        """Returns a gather for shards that are being written.
+
+        Args:
+            is_coded: True for windows with a code, which are messages on every connection.
+        """
+        moves = all_gather_between(self.ranks, self._device, phase) if is_coded else self.all_gather(phase)
+        return Gather(self.ranks, moves, phase)
 
     def async_gather(self, phase: str) -> AsyncGather:
         """Returns a gather for shards that are being written, which need not be waited for as a whole.
@@ -206,6 +211,9 @@ class Gather:
         self.received = 0  # bytes
 
     def start(self, window: Window) -> None:
+        if window.code is not None:
+            self.received += self._all_gather.start_encoded(window, self._ranks.rank)
+            return
         self._all_gather.start(window)
         self.received += window.nbytes_received
 
