@@ -173,6 +173,7 @@ class Offer:
 
 
 SMALL = {"master": "split24", "state_format": "int8"}
+INT8 = {"reduce_dtype": "int8", "gather_dtype": "int8"}
 ENGINES = {
     "ddp": Offer("DDP + torch fused AdamW", make_ddp, has_masters=False),
     "zero": Offer("DDP + ZeroRedundancyOptimizer (fused AdamW)", make_zero_redundancy, has_masters=False),
@@ -198,6 +199,18 @@ ENGINES = {
         make_handed_over(2, wrapped=True, tuning=shardopt.Tuning(neighbours=False, overlap_gather=True)),
         stage=2,
         is_extra=True,
+    ),
+    "int8-2": Offer(
+        "shardopt stage 2, int8 both ways", make_handed_over(2, wrapped=False, **INT8), stage=2, is_extra=True
+    ),
+    "int4-2": Offer(
+        "shardopt stage 2, int4 gradients, int8 params",
+        make_handed_over(2, wrapped=False, reduce_dtype="int4", gather_dtype="int8"),
+        stage=2,
+        is_extra=True,
+    ),
+    "int8-3": Offer(
+        "shardopt stage 3, int8 both ways", make_handed_over(3, wrapped=False, **INT8), stage=3, is_extra=True
     ),
     "messages-3": Offer(
         "shardopt stage 3, by messages",

@@ -4,18 +4,22 @@
     python bench/network.py --dtype fp32 --rate 2.5
     python bench/network.py --ways wire ddp messages-2 messages-2-late --burst 4    gathers in the next forward
     python bench/network.py --delay 5                       each message 5 ms late: how much longer is a pass?
+    python bench/network.py --hosts 2 --ranks 2             two hosts, two ranks on each
+    python bench/network.py --grid --dtype fp32 --minutes 8 every stage at 10, 1, 0.2 Gbit/s and 0.1 to 20 ms of delay
     python bench/network.py --quick --layers 2 --width 128  does it run?
 
-Two ranks stand in for two hosts: each runs in a network namespace of its own, which a link joins, and gloo knows no
-other device. This needs Linux, `ip`, `tc` and root, and says what is missing. Ranks in different network namespaces
-send each other messages, as between hosts.
+Hosts are network, PID and mount namespaces of this machine (`bench/hosts.py`), and gloo knows no device but their
+network. This needs Linux, `ip`, `tc`, `unshare`, `nsenter` and root, and says what is missing. Ranks of different hosts
+send each other messages, those of one host read each other's memory. All of them share this machine's processors.
 
 * `wire alone`: as many bytes as 3 units, sent and received at once, all asked for before the first is waited for. A
-  unit is (N-1)/N of the params, sent by each rank. `alone`: the ranks compute side by side and exchange nothing.
-* Engines take turns as in `bench/train.py`; a step lasts from when both ranks have begun until both have ended.
+  unit is (N-1)/N of the params of N ranks, sent by each. `alone`: the ranks compute side by side and exchange nothing.
+* Engines take turns as in `bench/train.py`; a step lasts from when all ranks have begun until all have ended.
+* `--grid`: see `bench/network_grid.py`.
 * `--burst`: steps of a turn. What the last one leaves under way counts, so that the gathers of all but it may hide.
-* `units`: bytes that a rank's end of the link sent, by its own counters, headers included, in a step. `CPU s`: of the
-  busier rank, all threads. `gathered`: the most bytes of params that the schedule has gathered at once; a part of all.
+* `units`: bytes that a host's end of the network sent, by its own counters, headers included, in a step; in units of
+  (H-1)/H of the params of H hosts. `CPU s`: of the busier rank, all threads. `gathered`: the most bytes of params that
+  the schedule has gathered at once; a part of all.
 * `wire idle`: a step without the seconds that the wire needs for as many bytes, as it carried 3 units in that round.
 * `--delay`: packets wait in this process, half of the delay each way, as gloo asks the receiver before it sends. The
   rate is not limited then. `message` is one number, by which a delay is checked. A pass is a forward or a backward; a
@@ -41,15 +45,18 @@ import torch.distributed as dist
 from common import Median, describe_machine, median_of, parser_of, ratios, show, write_result
 from engines import ENGINES, is_offered
 from gpt import DTYPES, Settings
-from link import DEVICE, CannotLink, Link, bytes_moved, enter, linked
+from hosts import DEVICE, MOST_HOSTS, CannotLink, Network, bytes_moved, joined
 from teams import BATCHES, EngineFailed, Rank, Team, run_rank
 from tqdm import tqdm
 
-RANKS = 2
 UNITS = 3
 STAGE_3 = "messages-3"
 WIRES = {"wire": f"wire alone, {UNITS} units", "message": "one message"}
 COMPARED = ("wire", STAGE_3, "ddp", "fsdp2", "alone")
+GRID = (
+    "ddp", "zero", "fsdp2", "module-0", "module-1", "module-2", "messages-2-late", "module-3", "int8-2", "int4-2",
+    "int8-3", "alone",
+)  # fmt: skip
 
 
 # ---- In a rank's process ---------------------------------------------------------------------------------------------
@@ -94,18 +101,18 @@ class Wire:
             numel = sum(param.numel() for param in settings.model().parameters())
         # Of each unit as many messages as the model has units to gather.
         pieces = UNITS * (settings.layers + 2) if name == "wire" else 1
-        each = UNITS * numel // RANKS // pieces if name == "wire" else 1
+        each = UNITS * numel // settings.ranks // pieces if name == "wire" else 1
         own = torch.ones(each, dtype=DTYPES[settings.dtype])
-        self._peer = 1 - rank
-        self._messages = [(own, torch.empty_like(own)) for _ in range(pieces)]
+        peers = [peer for peer in range(settings.ranks) if peer != rank]
+        self._messages = [(peer, own, torch.empty_like(own)) for _ in range(pieces) for peer in peers]
         self.take_turn()  # opens connections
 
     def take_turn(self) -> dict[str, float]:
         dist.barrier()
         (received, sent), cpu = bytes_moved(), time.process_time()
         begin = time.perf_counter()
-        works = [dist.irecv(into, self._peer, tag=tag) for tag, (_, into) in enumerate(self._messages)]
-        works += [dist.isend(own, self._peer, tag=tag) for tag, (own, _) in enumerate(self._messages)]
+        works = [dist.irecv(into, peer, tag=tag) for tag, (peer, _, into) in enumerate(self._messages)]
+        works += [dist.isend(own, peer, tag=tag) for tag, (peer, own, _) in enumerate(self._messages)]
         for work in works:
             assert work is not None
             work.wait()
@@ -120,9 +127,8 @@ class Wire:
         return {"gathered": None, "losses": []}
 
 
-def run_linked(paths: Sequence[str], name: str, rank: int, settings: Settings, store: str, pipe: Connection) -> None:
-    """The process of one rank, in its namespace."""
-    enter(paths[rank])
+def run_linked(name: str, rank: int, settings: Settings, store: str, pipe: Connection) -> None:
+    """The process of one rank, in the namespaces of its host."""
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     run_rank(name, rank, settings, store, pipe, Wire if name in WIRES else LinkedRank)
 
@@ -134,7 +140,8 @@ class Others:
     """What other processes take of this machine's processors, in parts of it."""
 
     def __init__(self, teams: Sequence[Team]):
-        self._pids = [process.pid for team in teams for process in team.processes]
+        own = [process.pid for team in teams for process in team.processes]
+        self._pids = [pid for each in own for pid in (each, *_children(each))]  # who entered the host, and its Python
         self._start = self._now()
 
     def share(self) -> float:
@@ -157,31 +164,24 @@ class Others:
         return busy, ours + own.ru_utime + own.ru_stime, time.perf_counter()
 
 
+def _children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 Turns = dict[str, list[dict[str, float]]]
 Plan = Callable[[int, Sequence[Team]], Sequence[tuple[float, Team]]]  # of a round: delays, and whose turn it is
 
 
 def run_rounds(
-    args: argparse.Namespace, settings: Settings, link: Link, names: Sequence[str], plan: Plan
+    args: argparse.Namespace, settings: Settings, link: Network, names: Sequence[str], plan: Plan
 ) -> tuple[dict[float, Turns], dict[str, Team], dict[str, str], float]:
     """Every engine's turns by delay, the engines, why some have none, and what others took of the machine."""
     teams: list[Team] = []
     failed: dict[str, str] = {}
     turns: dict[float, Turns] = {}
-    run = functools.partial(run_linked, link.paths)
     with tempfile.TemporaryDirectory() as directory:
         try:
-            for name in tqdm(names, desc="building", unit="engine", disable=None):
-                team = Team(name, run)
-                teams.append(team)
-                try:
-                    team.start(settings, directory)
-                    team.build()
-                except EngineFailed as error:
-                    teams.remove(team)
-                    team.dismiss()
-                    team.join()
-                    failed[name] = str(error)
+            build_teams(link, settings, names, directory, teams, failed)
             others = Others(teams)
             for number in tqdm(range(args.rounds), desc="rounds", unit="round", disable=None):
                 for delay, team in plan(number, teams):
@@ -198,6 +198,35 @@ def run_rounds(
             for team in teams:
                 team.join()
     return turns, {team.name: team for team in teams}, failed, share
+
+
+def build_teams(
+    link: Network,
+    settings: Settings,
+    names: Sequence[str],
+    directory: str,
+    teams: list[Team],
+    failed: dict[str, str],
+    limit: float | None = None,
+) -> None:
+    """Starts the ranks of every engine on the hosts, and fills ``teams``, or ``failed`` with why not.
+
+    Args:
+        limit: seconds that a rank may take for an answer.
+    """
+    pythons = [host.write_python(Path(directory, f"python{number}")) for number, host in enumerate(link.hosts)]
+    each = settings.ranks // len(link.hosts)
+    for name in tqdm(names, desc="building", unit="engine", disable=None):
+        team = Team(name, run_linked, [pythons[rank // each] for rank in range(settings.ranks)], limit)
+        teams.append(team)
+        try:
+            team.start(settings, directory)
+            team.build()
+        except EngineFailed as error:
+            teams.remove(team)
+            team.dismiss()
+            team.join()
+            failed[name] = str(error)
 
 
 def durations(moments: dict[str, float]) -> dict[str, float]:
@@ -248,9 +277,11 @@ def plain(turns: Any) -> Any:
 
 def compare(args: argparse.Namespace, settings: Settings) -> None:
     numel = model_numel(settings)
-    unit = numel * DTYPES[args.dtype].itemsize / RANKS
+    unit = numel * DTYPES[args.dtype].itemsize * (args.hosts - 1) / args.hosts
     names = [name for name in args.ways if name in WIRES or is_offered(name, args.dtype)]
-    with linked(args.rate) as link:
+    with joined(args.hosts) as link:
+        if args.rate is not None:
+            link.limit(args.rate)
         by_delay, teams, failed, others = run_rounds(args, settings, link, names, in_turn)
     if "wire" not in teams:
         sys.exit(f"the wire alone did not run: {failed['wire']}")
@@ -325,7 +356,9 @@ def compared_row(row: dict[str, Any], whole: float) -> list[str]:
 
 def delayed(args: argparse.Namespace, settings: Settings) -> None:
     delay = args.delay / 1e3
-    with linked(args.rate, delays=True) as link:
+    with joined(args.hosts, delays=True) as link:
+        if args.rate is not None:
+            link.limit(args.rate)
         plan = functools.partial(with_and_without, delay)
         by_delay, _, failed, others = run_rounds(args, settings, link, ("message", STAGE_3), plan)
     if failed:
@@ -386,10 +419,16 @@ def model_numel(settings: Settings) -> int:
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--dtype", choices=[*DTYPES], default="bf16", help="of params, gradients and activations")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="of each host")
+    parser.add_argument("--grid", action="store_true", help="all rates and delays, within --minutes")
+    parser.add_argument("--rates", type=float, nargs="+", default=[10.0, 1.0, 0.2], help="of the grid, Gbit/s each way")
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.1, 2.0, 20.0], help="of the grid, ms each way")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the grid: no round begins after them")
     parser.add_argument("--rate", type=float, default=None, help="Gbit/s each way (default: 1; with --delay unlimited)")
     parser.add_argument("--delay", type=float, default=None, help="ms that each message is late, in turn with none")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--ways", nargs="+", default=COMPARED, choices=[*WIRES, *ENGINES], help="what takes turns")
+    parser.add_argument("--ways", nargs="+", default=None, choices=[*WIRES, *ENGINES], help="what takes turns")
     parser.add_argument("--burst", type=int, default=1, help="steps in a turn")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each engine")
     parser.add_argument("--layers", type=int, default=8, help="blocks of the GPT")
@@ -402,17 +441,21 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.rounds = min(args.rounds, 4)
-    for name in ("threads", "burst", "rounds", "layers", "width", "heads", "vocab", "batch", "context"):
+    for name in ("ranks", "threads", "burst", "rounds", "layers", "width", "heads", "vocab", "batch", "context"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
-    for name in ("rate", "delay"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
+    for name in ("rate", "delay", "rates", "delays", "minutes"):
+        given = getattr(args, name)
+        if not all(each > 0 for each in (given if isinstance(given, list) else [given]) if each is not None):
             parser.error(f"--{name} must be above 0")
+    if not 2 <= args.hosts <= MOST_HOSTS:
+        parser.error(f"--hosts must be 2 to {MOST_HOSTS}")
     if args.rate is None and args.delay is None:
         args.rate = 1.0
-    args.ranks, args.device = RANKS, "cpu"
+    args.ways = args.ways or (GRID if args.grid else COMPARED)
+    args.ranks, args.device = args.hosts * args.ranks, "cpu"
     return args
 
 
@@ -420,9 +463,14 @@ def main() -> None:
     args = parse_args()
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     try:
-        (compare if args.delay is None else delayed)(args, settings)
+        if args.grid:
+            from network_grid import measure_grid
+
+            measure_grid(args, settings)
+        else:
+            (compare if args.delay is None else delayed)(args, settings)
     except CannotLink as error:
-        sys.exit(f"cannot join two network namespaces: {error}")
+        print(f"skipped: hosts cannot be made of namespaces here: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -200,7 +200,7 @@ def run_rank(
 
 
 class EngineFailed(Exception):
-    pass
+    """An engine has no result: a rank raised an error, ended, or was late."""
 
 
 @dataclass
@@ -209,6 +209,8 @@ class Team:
 
     name: str
     run: Callable[..., None] = run_rank  # in the process of each rank
+    executables: Sequence[str] = ()  # by rank: what runs Python for it; none: this Python
+    limit: float | None = None  # seconds that an answer of the ranks may take
     processes: list[Any] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
     turns: list[dict[str, float]] = field(default_factory=list)
@@ -221,6 +223,7 @@ class Team:
             ours, theirs = context.Pipe()
             arguments = (self.name, rank, settings, f"{directory}/{self.name}", theirs)
             process = context.Process(target=self.run, args=arguments, daemon=True)
+            context.set_executable(self.executables[rank] if self.executables else sys.executable)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -228,23 +231,29 @@ class Team:
 
     def build(self) -> None:
         """Returns once every rank has built its model and taken its first steps."""
-        self.ask("build")
+        self.ask("build", 4.0)
 
-    def ask(self, request: str) -> list[Any]:
+    def ask(self, request: str, patience: float = 1.0) -> list[Any]:
+        """``patience``: how many times the limit an answer may take."""
         for pipe in self.pipes:
             pipe.send(request)
-        return self._answers()
+        return self._answers(None if self.limit is None else patience * self.limit)
 
-    def _answers(self) -> list[Any]:
+    def _answers(self, limit: float | None) -> list[Any]:
         """One from each rank. The first that fails ends the wait: the others may be waiting for it."""
         answers: dict[int, Any] = {}
         waiting = dict(enumerate(self.pipes))
+        until = None if limit is None else time.monotonic() + limit
         while waiting:
-            for ready in multiprocessing.connection.wait(list(waiting.values())):
+            left = None if until is None else max(0.0, until - time.monotonic())
+            found = multiprocessing.connection.wait(list(waiting.values()), left)
+            if not found:
+                raise EngineFailed(f"{self.name}: no answer of ranks {sorted(waiting)} in {limit:g} s")
+            for ready in found:
                 rank = next(rank for rank, pipe in waiting.items() if pipe is ready)
                 try:
                     kind, answer = waiting.pop(rank).recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     kind, answer = "failed", "the process ended"
                 if kind == "failed":
                     raise EngineFailed(f"{self.name}, rank {rank}: {answer}")
@@ -268,3 +277,4 @@ class Team:
             process.join(10)
             if process.is_alive():  # waits for a rank that failed
                 process.terminate()
+                process.join()

@@ -1,7 +1,8 @@
 """What quantized traffic costs in held-out loss: the example's GPT in fp32 on 2 ranks, trained in each way.
 
     python bench/wire_quality.py                          3 seeds, 1,000 steps a training
-    python bench/wire_quality.py --steps 200 --seeds 1
+    python bench/wire_quality.py --minutes 9              no training begins after them; whole seeds count
+    python bench/wire_quality.py --ways both-2 both-3     these, beside the uncompressed one and `chance`
     python bench/wire_quality.py --quick                  does it run?
 
 Ranks are processes that send each other messages. All ways of a seed have the same first params and batches, so that
@@ -13,9 +14,11 @@ says how much of a difference means nothing.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,29 +29,50 @@ from torch import multiprocessing
 import shardopt
 
 RANKS = 2
-PLAIN = "uncompressed, stage 2"
-# By name: keywords of the optimizer.
-WAYS: dict[str, dict[str, Any]] = {
-    PLAIN: {"stage": 2},
-    "chance": {"stage": 2},
-    "int8 gradients, stage 2": {"stage": 2, "reduce_dtype": "int8"},
-    "int4 gradients, stage 2": {"stage": 2, "reduce_dtype": "int4"},
-    "int4 gradients, no feedback, stage 2": {"stage": 2, "reduce_dtype": "int4", "error_feedback": False},
-    "int8 params, stage 3": {"stage": 3, "gather_dtype": "int8"},
-    "int8 params, int8 gradients, feedback, stage 3": {
-        "stage": 3,
-        "gather_dtype": "int8",
-        "reduce_dtype": "int8",
-        "error_feedback": True,
-    },
+PLAIN, CHANCE = "plain", "chance"
+BOTH: dict[str, Any] = {"gather_dtype": "int8", "reduce_dtype": "int8", "error_feedback": True}
+
+
+class Traffic(NamedTuple):
+    """What travels, in words, and the keywords of the optimizer."""
+
+    title: str
+    options: dict[str, Any]
+
+
+WAYS = {
+    PLAIN: Traffic("uncompressed, stage 2", {"stage": 2}),
+    CHANCE: Traffic("chance", {"stage": 2}),
+    "both-2": Traffic("int8 params, int8 gradients, feedback, stage 2", {"stage": 2, **BOTH}),
+    "both-3": Traffic("int8 params, int8 gradients, feedback, stage 3", {"stage": 3, **BOTH}),
+    "low-2": Traffic("int8 params, int4 gradients, feedback, stage 2", {"stage": 2, **BOTH, "reduce_dtype": "int4"}),
+    "params-3": Traffic("int8 params, stage 3", {"stage": 3, "gather_dtype": "int8"}),
+    "params-2": Traffic("int8 params, stage 2", {"stage": 2, "gather_dtype": "int8"}),
+    "int8-2": Traffic("int8 gradients, stage 2", {"stage": 2, "reduce_dtype": "int8"}),
+    "int4-2": Traffic("int4 gradients, stage 2", {"stage": 2, "reduce_dtype": "int4"}),
+    "none-2": Traffic(
+        "int4 gradients, no feedback, stage 2", {"stage": 2, "reduce_dtype": "int4", "error_feedback": False}
+    ),
 }
+PROMISED = ("both-2", "both-3", "low-2")
 
 
 def run(rank: int, args: argparse.Namespace, directory: str) -> None:
     """Runs all trainings on one rank; rank 0 writes the held-out losses, by way and seed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=RANKS)
-    losses = {name: [train(rank, name, seed, args) for seed in range(args.seeds)] for name in WAYS}
+    until, losses = time.monotonic() + 60 * args.minutes, dict[str, list[float]]()
+    for seed in range(args.seeds):
+        its = dict[str, float]()
+        for name in (PLAIN, CHANCE, *args.ways):
+            is_late = [time.monotonic() >= until]
+            dist.broadcast_object_list(is_late)  # the ranks' clocks differ
+            if is_late[0]:
+                break
+            its[name] = train(rank, name, seed, args)
+        else:
+            for name, loss in its.items():
+                losses.setdefault(name, []).append(loss)
     if rank == 0:
         Path(directory, "losses").write_text(json.dumps(losses))
     dist.destroy_process_group()
@@ -57,12 +81,18 @@ def run(rank: int, args: argparse.Namespace, directory: str) -> None:
 def train(rank: int, name: str, seed: int, args: argparse.Namespace) -> float:
     training = Training(seed, args.steps, Size(args.layers, args.width, 4, args.context, args.batch))
     training.sampler.manual_seed(RANKS * seed + rank)
-    if name == "chance":
+    if name == CHANCE:
         with torch.no_grad():
             training.model.get_parameter("blocks.0.qkv.weight").view(-1)[:1].view(torch.int32).add_(1)
     tuning = shardopt.Tuning(neighbours=False, keep_below=0, bucket_bytes=1 << 18)
     opt = shardopt.ShardedAdamW(
-        training.model, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0, tuning=tuning, **WAYS[name]
+        training.model,
+        lr=4e-3,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        tuning=tuning,
+        **WAYS[name].options,
     )
     for step in range(args.steps):
         for group in opt.param_groups:
@@ -84,6 +114,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16, help="sequences a rank")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS][2:], default=PROMISED)
     parser.add_argument("--windows", type=int, default=1024, help="of held-out text")
     args = parser.parse_args()
     if args.quick:
@@ -97,7 +129,7 @@ def main() -> None:
     }
     rows = [
         [
-            name,
+            WAYS[name].title,
             f"{statistics.mean(losses[name]):.4f}",
             f"{statistics.mean(each):+.2%}",
             f"{min(each):+.2%}",
@@ -105,7 +137,9 @@ def main() -> None:
         ]
         for name, each in over.items()
     ]
-    show(f"{args.steps} steps, {args.seeds} seeds", ("way", "held-out loss", "over", "least", "most"), rows)
+    if not over:
+        sys.exit("no seed was trained in all ways: give more --minutes, or fewer --steps or --ways")
+    show(f"{args.steps} steps, {len(losses[PLAIN])} seeds", ("way", "held-out loss", "over", "least", "most"), rows)
     write_result("wire-quality", args, torch.device("cpu"), {"losses": losses, "over": over})
 
 
