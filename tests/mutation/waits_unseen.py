@@ -14,11 +14,17 @@ _REASONS = {
         ("Reducer.finish_late", "self._wait_for_copies()"): "no scenario has late gradients that are at rest",
         ("Reducer._sum_across", "self._across.finish()"): "no scenario has a mesh of two dimensions",
     },
+    "partition.comm.all_gather": {
+        (
+            "Window.decode",
+            "last_used(messages.flat)",
+        ): "the stream that allocated the messages waits for another one that decodes them",
+    },
     "partition.comm.async_gather": {
         ("AsyncGather.finish", "self._ranks.wait(self._status_messages)"): "for messages: no stream carries them",
     },
     "units.gatherer": {
-        ("Gatherer._unshard", "self._wait_for_unshard(unit)"): "no scenario quantizes params",
+        ("Gatherer._unshard", "self._wait_for_unshard(unit)"): "no scenario quantizes params at stage 3",
     },
     "partition.comm.reduce_scatter_collective": {
         (

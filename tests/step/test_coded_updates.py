@@ -129,7 +129,7 @@ def resumes(directory: str) -> None:
         shardopt.save_checkpoint(path, model, opt)
         saved = bits_of(each.full_tensor() for each in model.state_dict().values())
         resumed = ShardedAdamW(again, **given)
-        step_of(again, resumed, 5)  # other values, some of which are shown as those that will be loaded
+        step_of(again, resumed, 5)
         shardopt.load_checkpoint(path, again, resumed)
         assert bits_of(again.weights) == bits_of(model.weights), stage
         assert bits_of(each.full_tensor() for each in again.state_dict().values()) == saved
@@ -137,10 +137,20 @@ def resumes(directory: str) -> None:
             step_of(model, opt, step)
             step_of(again, resumed, step)
             assert bits_of(again.weights) == bits_of(model.weights), (stage, step)
+        # What is loaded counts, also where params show the same already.
+        other = Given()
+        its = ShardedAdamW(other, **given)
+        step_of(other, its, 5)
+        model.weights[6].data.copy_(other.weights[6].data)
+        shardopt.save_checkpoint(f"{path}-again", model, opt)
+        shardopt.load_checkpoint(f"{path}-again", other, its)
+        saved_again = bits_of(each.full_tensor() for each in model.state_dict().values())
+        assert bits_of(each.full_tensor() for each in other.state_dict().values()) == saved_again
+        its.close()
         plain = Given()
         unrounded = ShardedAdamW(plain, lr=0.1)
         shardopt.load_checkpoint(path, plain, unrounded)
-        assert bits_of(plain.weights) == saved, stage
+        assert bits_of(plain.weights) == saved, stage  # as they were saved first
         # A state dict of the module goes back with all its bits, also where params show the same already.
         kept = copy.deepcopy(model.state_dict())
         before = bits_of(each.full_tensor() for each in kept.values())

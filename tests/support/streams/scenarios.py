@@ -363,6 +363,8 @@ def scenarios() -> list[Scenario]:
         *(Scenario(stage, way="once", overlaps=True) for stage in (1, 2)),
         Scenario(2, "ring", way="read", overlaps=True),
         *(Scenario(2, way=way, overlaps=True) for way in ("elsewhere", "viewed")),
+        Scenario(2, options={"gather_dtype": "int8"}),
+        Scenario(2, way="elsewhere", overlaps=True, options={"gather_dtype": "int8"}),
         Scenario(1, "ring", way="read"),
         Scenario(2, "CPU step, gradients at rest", way="clipped"),
         # Two passes with an all-reduce in between; the second one reads the states that the first one wrote.
