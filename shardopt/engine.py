@@ -27,6 +27,7 @@ from .partition.zero_stage import ZeroStage
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict, read_states_of_params
+from .step.clipping import remember_norm
 from .step.step import NOTHING_DONE, Call, run_step
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
@@ -158,7 +159,12 @@ class Engine(Bindings):
             engine.states.consolidated = None
             return engine.local_groups(), engine.defaults, engine.ensure_domains().whole
 
-        self.release = UpdateInBackward(domain, begin)
+        def took_step(norm: float) -> None:
+            engine = me()
+            assert engine is not None
+            remember_norm(engine.options, engine.groups, norm)
+
+        self.release = UpdateInBackward(domain, begin, took_step)
         return self.release
 
     def step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
@@ -279,7 +285,10 @@ class Engine(Bindings):
         call = dataclasses.replace(call, problem=relay.problem)
         try:
             with resharded(domains.domains, call.problem):
-                return run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
+                outcome = run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
+            if outcome[0]:
+                remember_norm(self.options, self.groups, outcome[1])
+            return outcome
         finally:
             self.local_params.drop_gradients()
             self.local_params.update_dtensors()

@@ -10,6 +10,7 @@ Stage = Literal[0, 1, 2, 3]
 Master = Literal["fp32", "split", "split24", "none"]
 StateFormat = Literal["fp32", "bf16", "int8"]  # from exact to coarse
 GradientFormat = Literal["fp32", "bf16"]
+ClipBy = Literal["own", "previous"]
 Traffic = Literal["int8", "int4"]  # of gradients that travel between ranks
 ParamTraffic = Literal["int8"]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .formats import GradientFormat, ParamTraffic, StateFormat, Traffic
+from .formats import ClipBy, GradientFormat, ParamTraffic, StateFormat, Traffic
 from .offload import Offload
 from .tuning import Tuning
 
@@ -47,6 +47,10 @@ class OptionKeywords(TypedDict, total=False):
     """Decay of a moving average of the weights, kept on the shards; ``unsharded(ema=True)`` shows it."""
     max_grad_norm: float | None
     """Clipping to a global 2-norm, fused into the step; its bits do not depend on the number of ranks."""
+    clip_by: ClipBy
+    """The norm that ``max_grad_norm`` clips by: ``"own"``, that of the gradients of the step, or ``"previous"``, that
+    of the step before, which ``release_gradients`` needs.
+    """
     release_gradients: bool
     """Update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient: stages 0 and 1
     with the module.

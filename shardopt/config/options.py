@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..arguments import flag, number, texts, whole, word
 from ..option import Flag, check_fields, option
-from .formats import GradientFormat, Master, ParamTraffic, Precision, Stage, StateFormat, Traffic
+from .formats import ClipBy, GradientFormat, Master, ParamTraffic, Precision, Stage, StateFormat, Traffic
 from .offload import Offload
 from .tuning import Tuning
 
@@ -154,6 +154,11 @@ class Options:
             rounded once, which is off by half a bf16 ulp at most.
         ema: decay of a moving average of the weights, kept as one more state and read by ``unsharded(ema=True)``.
         max_grad_norm: clip gradients to this global 2-norm inside the step.
+        clip_by: the norm that ``max_grad_norm`` clips by: ``"own"``, that of the step's own gradients, or
+            ``"previous"``, that of the last step that was taken, which ``release_gradients`` needs: the factor is
+            ``min(1, max_grad_norm / previous)``. The first step is not clipped, nor is the first one after states are
+            loaded that have no norm; one that is Inf or NaN is passed over. It is a key of the param groups,
+            ``"previous_grad_norm"``, so that state dicts and checkpoints hold it.
         release_gradients: update each bucket in backward, as soon as its gradients are reduced, and keep none of them:
             4 bytes a param less, at stage 1 over several ranks 4/N. Takes the module and stage 0 or 1. With gradient
             accumulation the last backward of a step does so, and those before it are under ``no_sync()``. What looks
@@ -241,6 +246,12 @@ class Options:
         "clipping to a global 2-norm, fused into the step; its bits do not depend on the number of ranks",
         partial(number, above=0, or_none=", or None for no clipping"),
     )
+    clip_by: ClipBy = option(
+        "own",
+        'the norm that `max_grad_norm` clips by: `"own"`, that of the gradients of the step, or `"previous"`, that of '
+        "the step before, which `release_gradients` needs",
+        partial(word, choices=get_args(ClipBy)),
+    )
     release_gradients: bool = option(
         False,
         "update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient: stages 0 "
@@ -323,6 +334,10 @@ class Options:
                 "params, so none are gathered and it would have no effect."
             )
         self._check_offload()
+        if self.clip_by == "previous" and self.max_grad_norm is None:
+            raise ValueError(
+                "give max_grad_norm=1.0, or omit clip_by='previous': without a norm to clip to it would have no effect."
+            )
         if self.release_gradients:
             self._check_release()
 
@@ -378,10 +393,11 @@ class Options:
                 f"omit release_gradients: {asked} with norm_group. A step is taken in each backward, and a pipeline "
                 "has one for each micro-batch, whose updates the other stages could not skip together."
             )
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm is not None and self.clip_by == "own":
             raise ValueError(
-                f"omit one of the two: {asked} with max_grad_norm={self.max_grad_norm!r}. The norm of all gradients is "
-                "known when the last of them is reduced, and most buckets are updated by then."
+                f"give clip_by='previous', or omit one of the two: {asked} with max_grad_norm={self.max_grad_norm!r}. "
+                "The norm of all gradients is known when the last of them is reduced, and most buckets are updated by "
+                "then. That of the step before is known."
             )
         if self.gradient_format != "fp32":
             raise ValueError(

@@ -67,9 +67,9 @@ class ShardedAdamW(ShardedOptimizer):
     param's learning rate is divided by their quotient. A step takes two passes over the shards then.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
@@ -109,9 +109,9 @@ class ShardedAdam(ShardedOptimizer):
     Arguments are those of :class:`torch.optim.Adam`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
@@ -148,9 +148,9 @@ class ShardedSGD(ShardedOptimizer):
     Arguments are those of :class:`torch.optim.SGD`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedSGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -184,9 +184,9 @@ class ShardedAdagrad(ShardedOptimizer):
     Arguments are those of :class:`torch.optim.Adagrad`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdagrad(model.parameters(), lr=0.01)
@@ -221,9 +221,9 @@ class ShardedRMSprop(ShardedOptimizer):
     Arguments are those of :class:`torch.optim.RMSprop`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRMSprop(model.parameters(), lr=0.01, momentum=0.9, centered=True)
@@ -259,9 +259,9 @@ class ShardedNAdam(ShardedOptimizer):
     with Adam's moments :math:`m` and :math:`v`. Arguments are those of :class:`torch.optim.NAdam`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedNAdam(model.parameters(), lr=2e-3)
@@ -297,9 +297,9 @@ class ShardedRAdam(ShardedOptimizer):
     moment is intractable, :math:`\rho_t \le 5`. Arguments are those of :class:`torch.optim.RAdam`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRAdam(model.parameters(), lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True)
@@ -333,9 +333,9 @@ class ShardedAdamax(ShardedOptimizer):
     Arguments are those of :class:`torch.optim.Adamax`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamax(model.parameters(), lr=2e-3)
@@ -369,9 +369,9 @@ class ShardedAdadelta(ShardedOptimizer):
     Arguments are those of :class:`torch.optim.Adadelta`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdadelta(model.parameters(), rho=0.95)
@@ -405,9 +405,9 @@ class ShardedASGD(ShardedOptimizer):
     The average :math:`a` is the state ``ax``. Arguments are those of :class:`torch.optim.ASGD`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedASGD(model.parameters(), lr=0.01, t0=1000)
@@ -441,9 +441,9 @@ class ShardedRprop(ShardedOptimizer):
     counts as 0), else 1. Arguments are those of :class:`torch.optim.Rprop`.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRprop(model.parameters(), lr=0.01)
@@ -481,9 +481,9 @@ class ShardedLion(ShardedOptimizer):
         maximize: ascend instead of descend.
 
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
-    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, release_gradients=False,
-    reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None, cast_inputs=True, output_dtype=None,
-    keep_fp32=(), offload=None, tuning=Tuning().
+    master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
+    release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
+    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedLion(model.parameters(), lr=1e-4, weight_decay=0.1)

@@ -35,6 +35,7 @@ from ..errors import DisagreementError, ShardoptError, warn
 from ..kernels.reductions import sum_of_squares
 from ..kernels.tables import Factors
 from ..partition.comm.together import Relay
+from .clipping import clip_factor
 from .launches import StepPlan
 from .survey import StepPlanner, sampled
 from .update import update_and_gather
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..partition.comm.group import Ranks
     from .param_update import ParamUpdate
-
-# Keeps a norm of zero from dividing, as in torch.nn.utils.clip_grad_norm_.
-_CLIP_EPS = 1e-6
 
 Planners = dict[Domain, StepPlanner]
 
@@ -107,7 +105,8 @@ def run_step(
             plan.domain.end_step()
         return False, norm
     # 5. update, 6. gather
-    undone = _update(plans, Factors(unscale=1.0 / call.scale, clip=_clip(plans[0].domain, norm)), whole)
+    clip = clip_factor(plans[0].domain.options, norm, (group for plan in plans for group in plan.numbers))
+    undone = _update(plans, Factors(unscale=1.0 / call.scale, clip=clip), whole)
     if undone is not None:
         for plan in plans:
             plan.domain.end_step()
@@ -376,14 +375,6 @@ def report_skip(policy: str, nonfinite: int, where: str) -> None:
             f"{effect}, so no rank took the step and nothing changed."
         )
     warn(f"{found}: {effect}, so all ranks skipped this step and nothing changed.")
-
-
-def _clip(domain: Domain, norm: float | None) -> float:
-    """Returns the factor of the global-norm clipping."""
-    if norm is None or domain.options.max_grad_norm is None:
-        return 1.0
-    clip = domain.options.max_grad_norm / (norm + _CLIP_EPS)
-    return clip if math.isnan(clip) else min(1.0, clip)  # as torch: a norm of NaN makes all gradients NaN
 
 
 # -- 5. update, 6. gather, 7. commit -----------------------------------------------------------------------------------

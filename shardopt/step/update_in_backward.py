@@ -46,6 +46,7 @@ from ..partition.comm.together import Relay
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
 from .alike import AlikeParams
+from .clipping import clip_factor
 from .found_in_backward import found_in
 from .frozen_step import Facts
 from .launches import GradientStats, Launch, StepPlan, forms_of
@@ -73,6 +74,7 @@ class _OpenStep:
     whole: Sequence[Ranks]  # see run_step()
     written: list[ParamRecord]  # params that others wrote since the last step
     bits: dict[str, int]  # sums of the bits of these weights, to be compared between ranks
+    factors: Factors  # of every gradient
     # Sums of buckets for which not all gradients came on this rank: other ranks may have had the rest.
     waiting: dict[Shard, torch.Tensor] = field(default_factory=dict)
     # For each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch then left
@@ -86,11 +88,12 @@ Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks]]]
 class UpdateInBackward(Backward):
     """Takes the gradients of a domain's params, and the steps."""
 
-    def __init__(self, domain: Domain, begin: Begin):
+    def __init__(self, domain: Domain, begin: Begin, took_step: Callable[[float], None]):
         """
         Args:
             begin: called when a backward begins to update; returns the param groups and their defaults, and
                 the ranks over which the whole model decides (empty: over the domain's alone).
+            took_step: takes the norm of the gradients of a step, once all ranks have taken it.
 
         Raises:
             BindingError: gradients are summed in two directions of a mesh.
@@ -102,7 +105,7 @@ class UpdateInBackward(Backward):
                 "released before."
             )
         super().__init__(domain)
-        self._begin = begin
+        self._begin, self._took_step = begin, took_step
         self._round: _OpenStep | None = None
         self._outcome: Outcome | None = None  # of a backward that no step() has followed yet
 
@@ -196,7 +199,8 @@ class UpdateInBackward(Backward):
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
         variants = Variants(domain.rule, numbers)
         states = states_of_shards(domain, listed, numbers)
-        return _OpenStep(numbers, variants, updates, states, whole, written, bits)
+        factors = Factors(clip=clip_factor(domain.options, None, numbers))
+        return _OpenStep(numbers, variants, updates, states, whole, written, bits, factors)
 
     def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
         """Updates with the sum of a bucket, once it is reduced.
@@ -257,7 +261,7 @@ class UpdateInBackward(Backward):
         if launches:
             self._domain.epoch.begin_step()
         plan, relay = StepPlan(self._domain, states=self._round.states, program=ELEMENTWISE), Relay()
-        Update(plan, {shard: launches}, Factors(), joins=False).run(relay)
+        Update(plan, {shard: launches}, self._round.factors, joins=False).run(relay)
         relay.check()
 
     # -- its end ---------------------------------------------------------------------------------------------------
@@ -353,8 +357,9 @@ class UpdateInBackward(Backward):
         )
         self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
         domain.count_step()
-        update_and_gather([plan], Factors())
+        update_and_gather([plan], current.factors)
         commit(plan)
+        self._took_step(norm)
 
     def _agree(self, digest: StepDigest, bits: Mapping[str, int]) -> None:
         """Collective: compares what the updates were made with.

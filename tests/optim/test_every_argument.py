@@ -60,6 +60,7 @@ OPTIONS = {
     "gradient_format": NOTHING,
     "ema": NONE | SHARE,
     "max_grad_norm": NONE | POSITIVE | {"inf"},
+    "clip_by": NOTHING,  # without a norm to clip to
     "release_gradients": {"0"},  # without the module
     "reduce_dtype": NONE,
     "gather_dtype": NONE,

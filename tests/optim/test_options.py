@@ -38,6 +38,7 @@ OTHERS: dict[type[Any], dict[str, Any]] = {
         "master": "none",
         "state_format": "bf16",
         "gradient_format": "bf16",
+        "clip_by": "previous",
         "release_gradients": True,
         "reduce_dtype": torch.float32,
         "compute_dtype": torch.float16,

@@ -208,6 +208,8 @@ def test_arguments_and_groups_are_torchs(name: str) -> None:
         ({"stge": 1}, TypeError, "unexpected keyword argument 'stge'.*module, stage, process_group"),
         ({"stage": 4}, ValueError, "stage .0: replicate.* at least 0 and at most 3, found 4"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be a number above 0"),
+        ({"clip_by": "last"}, ValueError, "clip_by must be 'own' or 'previous'"),
+        ({"clip_by": "previous"}, ValueError, "give max_grad_norm=1.0, or omit clip_by"),
         ({"norm_group": 7}, TypeError, "norm_group takes a ProcessGroup"),
         ({"offload": 1}, TypeError, "offload takes 'cpu', a directory"),
         ({"offload": ""}, ValueError, "'cpu' or a directory"),

@@ -49,6 +49,7 @@ from tests.support.training import raises, raw
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 SGD = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
 SMALL = {"master": "split24", "state_format": "int8"}
+CLIP: dict[str, Any] = {"max_grad_norm": 0.05, "clip_by": "previous"}
 HALF_WAY = "half-way"
 JOB = PassingSum.reduction
 
@@ -103,6 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any]]] = {
     "tied": (Tied, on_floats, ShardedSGD, SGD),
     "odd shapes": (Odd, on_floats, ShardedAdamW, ADAMW),
     "unused": (lambda: Stack(blocks=5), skipping, ShardedAdamW, ADAMW),
+    "clipped": (training.Net, on_tokens, ShardedSGD, {**SGD, **CLIP}),
 }
 
 
@@ -249,6 +251,69 @@ def test_the_last_backward_of_an_accumulation_releases(world: int, ranks: Pool, 
     ranks.run(accumulates, tmp_path, world=world)
 
 
+def clipped(folder: Any, way: dict[str, Any], resumes: bool) -> tuple[list[bytes], list[Tensor]]:
+    """Five steps, the second of which is skipped, and where they resume the others from checkpoints."""
+    torch.manual_seed(0)
+    model = training.Net()
+    opt = ShardedSGD(model, **SGD, **CLIP, **way)
+    for step in range(5):
+        opt.zero_grad()
+        (on_tokens(model, step) * (math.nan if step == 1 else 1.0)).backward()
+        if way.get("release_gradients"):  # the step was taken, and step() is to come
+            save_checkpoint(folder, model, opt)
+        opt.step()
+        if not way.get("release_gradients"):
+            save_checkpoint(folder, model, opt)
+        if resumes:
+            opt.zero_grad()
+            (on_tokens(model, 40) * 9).backward()  # what it leaves is overwritten
+            opt.step()
+            assert opt.state_dict()["param_groups"][0]["previous_grad_norm"] == opt.grad_norm
+            load_checkpoint(folder, model, opt)
+    with opt.unsharded():
+        found = [raw(param) for param in model.parameters()], [param.detach().clone() for param in model.parameters()]
+    opt.close()
+    return found
+
+
+def clips_by_the_norm_before(folder: Any) -> None:
+    """Every way has the bits of every other, and after every resume; they are close to what torch's SGD makes."""
+    ways: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
+    ways += [{"stage": stage, "release_gradients": True} for stage in (0, 1)]
+    ways += [{"stage": 2, "offload": folder / "disk"}, {"stage": 1, "offload": "cpu"}]
+    found = []
+    for number, way in enumerate(ways):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the step that is skipped
+            knobs = {"tuning": tuning(keep_below=200), **way}
+            found.append(clipped(folder / f"of {number}", knobs, resumes=number % 3 > 0))
+        assert found[-1][0] == found[0][0], f"{way}"
+    torch.manual_seed(0)
+    reference = training.Net()
+    sgd = torch.optim.SGD(reference.parameters(), **SGD)
+    norm = None
+    for step in (0, 2, 3, 4):
+        sgd.zero_grad()
+        on_tokens(reference, step).backward()
+        grads = [param.grad for param in reference.parameters()]
+        if dist.is_initialized():
+            for grad in grads:
+                dist.all_reduce(grad)
+                grad /= dist.get_world_size()
+        factor = 1.0 if norm is None else min(1.0, CLIP["max_grad_norm"] / norm)
+        norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+        assert norm > 2 * CLIP["max_grad_norm"], norm
+        torch._foreach_mul_(grads, factor)
+        sgd.step()
+    for ours, theirs in zip(found[0][1], reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_clipping_by_the_norm_before(world: int, ranks: Pool, tmp_path: Any) -> None:
+    ranks.run(clips_by_the_norm_before, tmp_path, world=world)
+
+
 def adversaries(**keywords: Any) -> list[bytes]:
     """A critic through which the loss of another model runs while it is frozen: at first, and before its own step."""
     torch.manual_seed(0)
@@ -358,7 +423,7 @@ def test_no_gradient_is_kept(world: int, ranks: Pool) -> None:
         ({"module": None}, ("hand the module over", "ShardedAdamW(model")),
         ({"stage": 2}, ("stage 2", "stage=1")),
         ({"stage": 3}, ("stage 3", "stage=1")),
-        ({"max_grad_norm": 1.0}, ("max_grad_norm=1.0", "omit one")),
+        ({"max_grad_norm": 1.0}, ("max_grad_norm=1.0", "clip_by='previous'", "omit one")),
         ({"gradient_format": "bf16"}, ("gradient_format='bf16'", "no effect")),
         ({"offload": "/tmp"}, ("'/tmp'", 'offload="cpu"')),
         ({"release_gradients": "yes"}, ("True or False",)),
