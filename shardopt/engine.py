@@ -23,7 +23,6 @@ from .errors import BindingError, CommunicationError, StateError
 from .module.closure import RaiseNow
 from .module.takeover import ModuleTakeover
 from .partition.comm.together import Relay
-from .partition.zero_stage import ZeroStage
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict, read_states_of_params
@@ -112,8 +111,8 @@ class Engine(Bindings):
             engine = me()
             return [] if engine is None else engine.groups
 
-        has_parts = ZeroStage(self.options.stage).shards_gradients
-        takeover = ModuleTakeover(module, has_parts, before_forward, before_evaluation, groups, _takeovers)
+        always = self.options.reduces_always
+        takeover = ModuleTakeover(module, always, before_forward, before_evaluation, groups, _takeovers)
         try:
             takeover.check_covers(self.groups)
             if self.options.precision is not None:

@@ -15,7 +15,6 @@ from ..module.gradients_at_once import reduce_together
 from ..module.gradients_at_once import sum_tied as sum_over
 from ..partition.comm.group import Ranks
 from ..partition.mesh import everyone_of
-from ..partition.zero_stage import ZeroStage
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -39,7 +38,7 @@ def _reduce_gradients(engine: Engine) -> None:
             "yourself: reduce_gradients() reduces what backwards under no_sync() accumulated, and without the "
             "module shardopt reduces no gradients."
         )
-    if ZeroStage(engine.options.stage).shards_gradients:
+    if engine.options.reduces_always:
         return  # every backward has reduced them
     engine.bind_module()
     reduce_together(engine.ensure_domains().main, engine.takeover.backward)

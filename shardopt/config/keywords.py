@@ -52,8 +52,8 @@ class OptionKeywords(TypedDict, total=False):
     of the step before, which ``release_gradients`` needs.
     """
     release_gradients: bool
-    """Update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient: stages 0 and 1
-    with the module.
+    """Update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient; takes the
+    module.
     """
     reduce_dtype: torch.dtype | Traffic | None
     """In which gradients travel; they are summed in fp32 (by NCCL: in this dtype). ``"int8"``, ``"int4"``: in blocks of

@@ -160,7 +160,7 @@ class Options:
             loaded that have no norm; one that is Inf or NaN is passed over. It is a key of the param groups,
             ``"previous_grad_norm"``, so that state dicts and checkpoints hold it.
         release_gradients: update each bucket in backward, as soon as its gradients are reduced, and keep none of them:
-            4 bytes a param less, at stage 1 over several ranks 4/N. Takes the module and stage 0 or 1. With gradient
+            4 bytes a param less, over several ranks 4/N from stage 1 on. Takes the module. With gradient
             accumulation the last backward of a step does so, and those before it are under ``no_sync()``. What looks
             at all gradients before the update (clipping, a GradScaler, skipping a step for an Inf or NaN in some of
             them) is refused by name. See docs/stages.md.
@@ -254,10 +254,10 @@ class Options:
     )
     release_gradients: bool = option(
         False,
-        "update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient: stages 0 "
-        "and 1 with the module ([what it takes](stages.md#gradients-released))",
+        "update each bucket in the last backward of a step, as soon as it is reduced, and keep no gradient; takes the "
+        "module ([what it takes](stages.md#gradients-released))",
         flag,
-        flag=Flag("keep none, where that can be: at stage 0 and 1, not offloaded", "released gradients"),
+        flag=Flag("keep none, where that can be: with the module, not offloaded", "released gradients"),
     )
     reduce_dtype: torch.dtype | Traffic | None = option(
         None,
@@ -383,11 +383,6 @@ class Options:
                 "hand the module over, as first argument (ShardedAdamW(model, release_gradients=True)) or beside param "
                 f"groups (module=model): {asked} without it, and only its hooks can update buckets in backward."
             )
-        if self.stage > 1:
-            raise ValueError(
-                f"give stage=1, or omit release_gradients: {asked} at stage {self.stage}. From stage 2 on sums of "
-                "gradients are kept for later backwards, and at stage 3 backward gathers and drops slices of params."
-            )
         if self.norm_group is not None:
             raise ValueError(
                 f"omit release_gradients: {asked} with norm_group. A step is taken in each backward, and a pipeline "
@@ -404,12 +399,16 @@ class Options:
                 f"omit gradient_format={self.gradient_format!r}: {asked}, so no sum of gradients is kept and it would "
                 "have no effect."
             )
-        if self.offload_options is not None and self.offload_options.directory is not None:
+        if self.offload_options is not None and self.offload_options.gradients is not None:
             raise ValueError(
-                'give offload="cpu" with params on CPUs, otherwise omit one of the two: '
-                f"{asked} with states offloaded to {os.fspath(self.offload_options.directory)!r}. All ranks decide "
-                "together, for all buckets at once, whether a disk has kept a step; here buckets are updated singly."
+                f"omit Offload(gradients={self.offload_options.gradients!r}): {asked}, so no sum of gradients is kept "
+                "and it would have no effect."
             )
+
+    @property
+    def reduces_always(self) -> bool:
+        """True if each backward reduces, ``no_sync()`` or not, as each rank keeps sums of its slices alone."""
+        return self.stage >= 2 and not self.release_gradients
 
     @property
     def precision(self) -> Precision | None:

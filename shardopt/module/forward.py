@@ -405,7 +405,7 @@ class Forward:
 
         The module was bound after a method of it had begun: what that has read of whole params is saved for a backward.
         """
-        for unit in list(self._gatherer.units.values()):
+        for unit in list(self._gatherer.units.values()) if self.holds_params else ():  # none while all are frozen
             self._gatherer.use(unit)
             self._gatherer.show(unit)
             self._gatherer.keep_shown(unit)

@@ -146,6 +146,11 @@ class Store(Protocol):
     moves: bool = True
     note: str | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """True within a transaction that can be rolled back."""
+        return False
+
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
         """Makes the storage of a shard of ``numel`` params of this dtype; it has no streams yet."""
 

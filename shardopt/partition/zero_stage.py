@@ -15,9 +15,5 @@ class ZeroStage:
         return self.number >= 1
 
     @property
-    def shards_gradients(self) -> bool:
-        return self.number >= 2
-
-    @property
     def shards_params(self) -> bool:
         return self.number >= 3

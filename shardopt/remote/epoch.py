@@ -63,6 +63,10 @@ class Epoch:
             self._moment = Moment(self._moment.step + 1)
             self._is_stepping = False
 
+    def cancel_step(self) -> None:
+        """Marks the end of a step that has changed nothing on any rank."""
+        self._is_stepping = False
+
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A context that writes states. The moment moves on after an error as well: some states may be written."""

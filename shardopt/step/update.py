@@ -216,7 +216,8 @@ def _update_or_roll_back(updates: Sequence[Update], main: Domain, whole: Sequenc
     try:
         for update in updates:
             for store in update.domain.stores:
-                relay.attempt(store.begin)
+                if not store.is_open:  # else backward has updated some buckets, as a part of this
+                    relay.attempt(store.begin)
             update.run(relay)
         try:
             with main.clock.phase("agree"):

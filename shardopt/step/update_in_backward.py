@@ -80,6 +80,7 @@ class _OpenStep:
     # For each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch then left
     # the bucket unchanged. The host does not decide that: it would wait for the device in mid-backward.
     spoilt: list[torch.Tensor] = field(default_factory=list)
+    is_told: bool = False  # another rank may know that all of this rank's updates are on its disk
 
 
 Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks]]]
@@ -142,9 +143,9 @@ class UpdateInBackward(Backward):
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        self._round = None
+        current, self._round = self._round, None
         # A bucket was updated on any rank only if all ranks had sent theirs.
-        if self._reducer.has_started:
+        if self._reducer.has_started and not (current is not None and self._undo(current)):
             why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
             self._domain.mark_broken(why)
 
@@ -176,13 +177,28 @@ class UpdateInBackward(Backward):
             self._reducer.abandon_round()  # the other ranks need not wait for this one
             raise
 
+    def _undo(self, current: _OpenStep) -> bool:
+        """Undoes the updates of this backward. Returns False if that cannot be: they hold as soon as they are made.
+
+        On a disk they hold once all ranks have said that theirs are there, and no rank has said so before its backward
+        has ended.
+        """
+        store = self._domain.store
+        if store.is_final or current.is_told:
+            return False
+        if store.is_open:
+            with torch.no_grad():
+                store.roll_back()
+        self._keep_versions(current)
+        return True
+
     def _prepare(self) -> _OpenStep:
         domain, (groups, defaults, whole) = self._domain, self._begin()
-        is_streaming = domain.device.type != "cpu" and domain.store.tier != "device"
-        if not domain.store.is_final or is_streaming:
+        if domain.device.type != "cpu" and domain.store.tier != "device":
             raise ShardoptError(
                 "call reload() on every rank before a backward with release_gradients=True: masters and states are "
-                f"offloaded ({domain.store.tier}), where updates are made together and not bucket by bucket."
+                f"offloaded ({domain.store.tier}) and params are on {domain.device}, where updates are made together "
+                "and not bucket by bucket."
             )
         numbers = [plain_numbers(group) for group in groups]
         check_numbers(numbers, defaults)
@@ -196,7 +212,8 @@ class UpdateInBackward(Backward):
             follow_written_params(domain)
         bits = {}
         if domain.mesh.world.size > 1:
-            bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in written}
+            copied = [entry for entry in written if entry.shard.gathered is None]  # see _compare_written()
+            bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in copied}
         variants = Variants(domain.rule, numbers)
         states = states_of_shards(domain, listed, numbers)
         factors = Factors(clip=clip_factor(domain.options, None, numbers))
@@ -260,7 +277,10 @@ class UpdateInBackward(Backward):
         assert self._round is not None
         if launches:
             self._domain.epoch.begin_step()
-        plan, relay = StepPlan(self._domain, states=self._round.states, program=ELEMENTWISE), Relay()
+        store, plan = self._domain.store, StepPlan(self._domain, states=self._round.states, program=ELEMENTWISE)
+        if not store.is_final and not store.is_open:
+            store.begin()
+        relay = Relay()
         Update(plan, {shard: launches}, self._round.factors, joins=False).run(relay)
         relay.check()
 
@@ -287,12 +307,13 @@ class UpdateInBackward(Backward):
             return
         nonfinite, norm = found.nonfinite, math.inf if found.nonfinite else found.norm
         is_skipped = bool(nonfinite) and self._domain.options.tuning.nonfinite != "propagate"
-        if is_skipped and found.updated:
+        if is_skipped and found.updated and self._domain.store.is_final:
             raise ShardoptError(
-                "construct model and optimizer anew and load a checkpoint, without release_gradients (such a step is "
-                'then skipped or refused as a whole) or with Tuning(nonfinite="propagate"), which goes on as torch '
-                f"does: {nonfinite} elements of the gradients are Inf or NaN{self._where(report)}, and buckets without "
-                "any were updated before, so some params took the step and others did not."
+                "construct model and optimizer anew and load a checkpoint, without release_gradients or with states on "
+                'a disk (such a step is then skipped or refused as a whole) or with Tuning(nonfinite="propagate"), '
+                f"which goes on as torch does: {nonfinite} elements of the gradients are Inf or NaN"
+                f"{self._where(report)}, and buckets without any were updated before, so some params took the step and "
+                "others did not."
             )
         if not is_skipped:
             self._finish_step(current, present, norm)
@@ -301,6 +322,7 @@ class UpdateInBackward(Backward):
         for entry in present:
             entry.outer.grad = ReleasedGradient(entry.name, entry.outer)
         if is_skipped:
+            self._undo(current)
             self._keep_versions(current)
             report_skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = not is_skipped, norm
@@ -312,7 +334,8 @@ class UpdateInBackward(Backward):
         return report
 
     def _keep_versions(self, current: _OpenStep) -> None:
-        """Records the present versions, as no update was made. The next backward finds written params again."""
+        """Records the present versions, as no update holds. The next backward finds written params again."""
+        self._domain.epoch.cancel_step()
         for entry in self.entries:
             if entry not in current.written:
                 entry.follow_param()
@@ -357,7 +380,11 @@ class UpdateInBackward(Backward):
         )
         self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
         domain.count_step()
-        update_and_gather([plan], current.factors)
+        current.is_told = True
+        undone = update_and_gather([plan], current.factors)
+        if undone is not None:  # no rank keeps any
+            current.is_told = False
+            raise undone
         commit(plan)
         self._took_step(norm)
 

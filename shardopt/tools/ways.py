@@ -112,12 +112,12 @@ WAYS = tuple(
 def possible(way: Way) -> Way:
     """Returns the way without combinations that binding refuses.
 
-    Only bf16 params have masters of other formats than fp32, and sums of gradients in bf16. Gradients are released at
-    stage 0 and 1, with the module, and with states on the device (binding refuses states in host memory for params on a
-    GPU); released gradients have no sums. Sums are offloaded at stage 2 and 3, together with states.
+    Only bf16 params have masters of other formats than fp32, and sums of gradients in bf16. Gradients are released with
+    the module, and with states on the device (binding refuses other tiers for params on a GPU); released gradients have
+    no sums. Sums are offloaded at stage 2 and 3, together with states.
     """
     is_low = way.seen is torch.bfloat16
-    releases = way.release_gradients and way.has_module and way.stage < 2 and way.tier == "device"
+    releases = way.release_gradients and way.has_module and way.tier == "device"
     return replace(
         way,
         master=way.master if is_low and way.compute_dtype is None else "fp32",

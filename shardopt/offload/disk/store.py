@@ -219,6 +219,10 @@ class DiskStore(Store):
 
     # -- transactions -------------------------------------------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        return self.segments.is_open
+
     def begin(self) -> None:
         """Begins a transaction.
 
