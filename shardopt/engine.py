@@ -28,6 +28,7 @@ from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict, read_states_of_params
 from .step.clipping import remember_norm
 from .step.step import NOTHING_DONE, Call, run_step
+from .step.survey import StepPlanner
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
 if TYPE_CHECKING:
@@ -150,13 +151,14 @@ class Engine(Bindings):
             return super()._make_backward(domain)
         me = weakref.ref(self)
 
-        def begin() -> tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks]]:
+        def begin() -> tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], StepPlanner]:
             engine = me()
             assert engine is not None  # hooks live as long as the engine
             engine.check_weights("a backward with release_gradients=True")
             check_not_unsharded(engine.domains, "a backward with release_gradients=True")
             engine.states.consolidated = None
-            return engine.local_groups(), engine.defaults, engine.ensure_domains().whole
+            planner = engine.planners.setdefault(domain, StepPlanner(domain))
+            return engine.local_groups(), engine.defaults, engine.ensure_domains().whole, planner
 
         def took_step(norm: float) -> None:
             engine = me()

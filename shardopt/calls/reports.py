@@ -9,7 +9,6 @@ from ..domain.memory import memory_in_words, memory_of
 from ..domain.tiers import tier_of
 from ..domain.timings import Timings
 from ..option import given_in_words
-from ..step.program import ELEMENTWISE
 from ..tensors.inner_tensors import kept_beside
 from ..units.schedule import Schedule
 from ..units.unit_view import Units, UnitView
@@ -44,8 +43,6 @@ def timings(engine: Engine) -> Timings:
 def program(engine: Engine) -> str:
     """See :meth:`ShardedOptimizer.program`."""
     with engine.turn.take("program()"):
-        if engine.options.release_gradients:
-            return str(ELEMENTWISE)
         return "\n\n".join(str(planner.program) for planner in engine.planners.values())
 
 

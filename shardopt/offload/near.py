@@ -81,6 +81,10 @@ class NearStore(ResidentStore):
 
     # -- transactions ----------------------------------------------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        return self._kept is not None
+
     def begin(self) -> None:
         self._kept, self._replaced = {} if self._is_undone else None, {}
 

@@ -107,6 +107,8 @@ class FrozenStep:
 
     Attributes:
         program: of the updates.
+        states: the names of the states that each shard needs.
+        awaited: the updates whose gradients are still to come, if they come bucket by bucket.
     """
 
     def __init__(
@@ -117,13 +119,19 @@ class FrozenStep:
         updates: Sequence[ParamUpdate],
         states: dict[Shard, dict[str, None]],
         program: Program,
+        awaits: bool = False,
     ):
         """
         Args:
             updates: of the step that is planned, with their gradients, which are not kept.
             program: of the updates, made of what :func:`without_gradients` returns.
+            awaits: True if gradients come bucket by bucket, while the step goes on.
         """
-        self._domain, self._listed, self._numbers, self._states = domain, listed, numbers, states
+        self._domain, self._listed, self._numbers, self.states = domain, listed, numbers, states
+        self.awaited = {each.entry: each for each in updates} if awaits else {}
+        self._is_new: set[ParamRecord] = set(listed.entries).difference(self.awaited) if awaits else set()
+        self._forms: dict[Shard, tuple[list[Any], list[LaunchForm]]] = {}  # of buckets whose gradients have come
+        self._awaits = awaits
         self._revision = domain.epoch.revision
         self._alike = AlikeParams(domain.rule, numbers, updates)
         self._alike.share()
@@ -136,7 +144,7 @@ class FrozenStep:
         self._chosen = self._choose(numbers)
         self._loaded = _loaded(domain)
         # -- gradients
-        grads = list(map(_GRAD, listed.params))
+        grads = self._grads()
         self._types = list(map(type, grads))
         self._slices = [each.gradient_slice for each in updates if each.gradient_slice is not None]
         self._divisors = [each.divisor for each in self._slices]
@@ -148,10 +156,13 @@ class FrozenStep:
         self._attributes[3] = [grads[number].dtype for number in plain]
         self._attributes.append([torch.strided] * len(plain))
         # Only what autograd and the reducer make is read without another look.
-        self._can_replay = len(updates) == len(numbers_of_listed) and all(
-            (type(grads[number]) is torch.Tensor and each.entry.gradient_slice is None)
-            or (type(grads[number]) is GradientPart and each.gradient_slice is not None)
-            for number, each in zip(numbers_of_listed, updates, strict=True)
+        self._can_replay = awaits or (
+            len(updates) == len(numbers_of_listed)
+            and all(
+                (type(grads[number]) is torch.Tensor and each.entry.gradient_slice is None)
+                or (type(grads[number]) is GradientPart and each.gradient_slice is not None)
+                for number, each in zip(numbers_of_listed, updates, strict=True)
+            )
         )
         # -- updates: their columns
         kept = without_gradients(updates)
@@ -159,7 +170,7 @@ class FrozenStep:
         self._sums = kept if len(self._slices) == len(kept) else None  # the updates of every step
         self.program = program
         by_shard: dict[Shard, dict[int, ParamUpdate]] = {shard: {} for shard in domain.shards}
-        for each in updates:
+        for each in () if awaits else updates:
             by_shard[each.entry.shard][each.entry.index] = each
         variants, number_of = Variants(domain.rule, numbers), {each.entry: n for n, each in enumerate(updates)}
         self._launches = [
@@ -178,7 +189,7 @@ class FrozenStep:
         """True if a step planned now would be this one; the listed params were checked."""
         if not self._can_replay or self._versions is None:
             return False
-        grads = list(map(_GRAD, listed.params))
+        grads = self._grads()
         return (
             self._revision == self._domain.epoch.revision
             and self._listed is listed
@@ -190,6 +201,10 @@ class FrozenStep:
             and self._are_plain(grads)
             and (self._numbers == numbers or self._chosen == self._choose(numbers))
         )
+
+    def _grads(self) -> list[Any]:
+        """Returns the gradients that are there before the step."""
+        return [] if self._awaits else list(map(_GRAD, self._listed.params))
 
     def _show_sums(self, grads: Sequence[Any]) -> bool:
         """True if the parts among the gradients show the sums, whole and divided as when the step was planned."""
@@ -230,7 +245,7 @@ class FrozenStep:
             self._alike.advances(scalars),
             self._facts.now() if domain.mesh.world.size > 1 else [],  # one rank has nothing to compare with
             self._versions is not None,
-            self._states,
+            self.states,
             program=self.program,
         )
 
@@ -239,6 +254,35 @@ class FrozenStep:
         kept, slices = columns[3], columns[5]
         columns[3] = [own if each is not None else grad for own, each, grad in zip(kept, slices, grads, strict=True)]
         return list(map(_update, zip(*columns, strict=True)))
+
+    # -- gradients that come bucket by bucket ----------------------------------------------------------------------
+
+    def begin(self, numbers: Numbers) -> None:
+        """Evaluates the scalars of a step, before the first bucket is updated."""
+        self._numbers, self._scalars = numbers, self._alike.scalars(numbers)
+
+    def awaits_all(self, entries: Iterable[ParamRecord]) -> bool:
+        """True if these params are planned, or in no param group."""
+        return self._is_new.isdisjoint(entries)
+
+    def launches_of(self, shard: Shard, updates: Mapping[int, ParamUpdate]) -> list[Launch]:
+        """Returns the launches of one bucket, whose gradients have come.
+
+        Args:
+            updates: index in the bucket -> an awaited update, with its gradient.
+        """
+        domain, key = self._domain, [(index, each.grad.dtype, each.divisor) for index, each in updates.items()]
+        known, forms = self._forms.get(shard, ([], []))
+        if known != key:
+            variants = Variants(domain.rule, self._numbers)
+            forms = [form for form, _ in forms_of(shard, variants, updates, self._alike)]
+            self._forms[shard] = key, forms
+        seed, of_row = domain.options.tuning.seed, [updates.get(piece.param) for piece in shard.pieces]
+        found: list[Launch] = []
+        for form in forms:
+            rows = {row: each for row in form.entries if (each := of_row[row]) is not None}
+            found.append(form.launch(rows, self._scalars, seed))
+        return found
 
     def was_taken(self) -> None:
         """Notes that the step's params were updated, and their versions with them: the next step may be a replay."""

@@ -122,10 +122,6 @@ class Apply:
         update.run_pass(applied, relay, factors=Factors(), is_last=True)
 
 
-# Of rules that look at no whole param and no whole matrix.
-ELEMENTWISE = Program((Run(),))
-
-
 def program_of(domain: Domain, numbers: Sequence[Mapping[str, Any]], updates: Sequence[ParamUpdate]) -> Program:
     """Returns the program of steps that update these params, the same on all ranks.
 

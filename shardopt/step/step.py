@@ -117,13 +117,17 @@ def run_step(
             planners[plan.domain].was_taken()
         else:
             del planners[plan.domain]  # its plan holds what was freed
-        if plan.domain.awaits_room:
-            from ..domain.staying import (
-                fill_device,
-            )  # where it is asked for: a fresh process imports no more than it uses
-
-            fill_device(plan.domain)
+        take_room(plan.domain)
     return True, norm
+
+
+def take_room(domain: Domain) -> None:
+    """Collective, after a step: with ``fraction="auto"``, takes back the states that devices have room for."""
+    if domain.awaits_room:
+        # Where it is asked for: a fresh process imports no more than it uses.
+        from ..domain.staying import fill_device
+
+        fill_device(domain)
 
 
 def check_unbroken(domain: Domain) -> None:

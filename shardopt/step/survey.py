@@ -115,6 +115,42 @@ class StepPlanner:
         plan = replace(self._frozen.plan(numbers, updates), written=written_params(domain))
         return self._measured(plan, scale, overflow, is_part)
 
+    def ahead(self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], all_anew: bool = False) -> FrozenStep:
+        """Plans a step whose gradients are still to come: that of the params of the last step, or of all.
+
+        Args:
+            all_anew: a param has a gradient that had none in the last step.
+        """
+        listed = self._domain.listed(groups)
+        listed.check()
+        if all_anew or self._frozen is None or not self._frozen.holds(listed, numbers):
+            _check_rules(self._domain, listed, numbers)
+            self._plan_ahead(listed, numbers, list(placed_params(listed)))
+        assert self._frozen is not None
+        self._frozen.begin(numbers)
+        return self._frozen
+
+    def of_present(
+        self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], present: Sequence[ParamRecord]
+    ) -> StepPlan:
+        """Returns the plan of a step whose gradients have come, of these params, without launches."""
+        assert self._frozen is not None
+        awaited = self._frozen.awaited
+        updates = [awaited[entry] for entry in present if entry in awaited]
+        if len(updates) < len(awaited):
+            self._plan_ahead(self._domain.listed(groups), numbers, updates)
+        return self._frozen.plan(numbers, updates)
+
+    def _plan_ahead(
+        self, listed: ListedParams, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate]
+    ) -> None:
+        states = states_of_shards(self._domain, listed, numbers)
+        self._frozen = _frozen_step(self._domain, listed, numbers, updates, states, awaits=True)
+
+    def forget(self) -> None:
+        """Forgets the last step: what it was planned of is freed."""
+        self._frozen = None
+
     def _measured(self, plan: StepPlan, scale: float, overflow: bool, is_part: bool) -> StepPlan:
         needs_limbs = is_part and self._domain.options.max_grad_norm is not None
         stats = _stats_of(self._domain, plan.launches, plan.updates, scale, overflow, needs_limbs)
@@ -132,9 +168,10 @@ def _frozen_step(
     numbers: Sequence[dict[str, Any]],
     updates: Sequence[ParamUpdate],
     states: dict[Shard, dict[str, None]],
+    awaits: bool = False,
 ) -> FrozenStep:
     program = program_of(domain, numbers, without_gradients(updates))
-    return FrozenStep(domain, listed, numbers, updates, states, program)
+    return FrozenStep(domain, listed, numbers, updates, states, program, awaits)
 
 
 def _told(update: ParamUpdate) -> tuple[Any, ...]:

@@ -45,37 +45,34 @@ from ..partition.comm.group import Ranks
 from ..partition.comm.together import Relay
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
-from .alike import AlikeParams
 from .clipping import clip_factor
 from .found_in_backward import found_in
-from .frozen_step import Facts
-from .launches import GradientStats, Launch, StepPlan, forms_of
-from .program import ELEMENTWISE
-from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip
-from .survey import placed_params, states_of_shards, written_params
+from .launches import GradientStats, Launch, StepPlan
+from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip, take_room
+from .survey import StepPlanner, written_params
 from .update import Update, update_and_gather
-from .variants import Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.shard import Shard
     from ..module.gradient_report import Report
-    from .param_update import ParamUpdate
+    from .frozen_step import FrozenStep
 
 
 @dataclass
 class _OpenStep:
     """The step that a backward takes: what it updates with, as of its beginning, and the updates that it has made."""
 
+    groups: Sequence[Group]
     numbers: list[dict[str, Any]]  # hyper-parameters of each group
-    variants: Variants
-    updates: dict[ParamRecord, ParamUpdate]  # of all bound params of the groups, without gradients
-    states: dict[Shard, dict[str, None]]
+    planner: StepPlanner
+    frozen: FrozenStep  # the plan, whose gradients come bucket by bucket
     whole: Sequence[Ranks]  # see run_step()
     written: list[ParamRecord]  # params that others wrote since the last step
     bits: dict[str, int]  # sums of the bits of these weights, to be compared between ranks
     factors: Factors  # of every gradient
-    # Sums of buckets for which not all gradients came on this rank: other ranks may have had the rest.
+    # Sums of buckets that are updated at the end. Of most of them not all gradients came on this rank: other ranks may
+    # have had the rest.
     waiting: dict[Shard, torch.Tensor] = field(default_factory=dict)
     # For each bucket that was updated: whether its sum held an Inf or NaN, 0D bool on its device. The launch then left
     # the bucket unchanged. The host does not decide that: it would wait for the device in mid-backward.
@@ -83,7 +80,7 @@ class _OpenStep:
     is_told: bool = False  # another rank may know that all of this rank's updates are on its disk
 
 
-Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks]]]
+Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], StepPlanner]]
 
 
 class UpdateInBackward(Backward):
@@ -92,8 +89,8 @@ class UpdateInBackward(Backward):
     def __init__(self, domain: Domain, begin: Begin, took_step: Callable[[float], None]):
         """
         Args:
-            begin: called when a backward begins to update; returns the param groups and their defaults, and
-                the ranks over which the whole model decides (empty: over the domain's alone).
+            begin: called when a backward begins to update; returns the param groups and their defaults, the ranks
+                over which the whole model decides (empty: over the domain's alone), and what plans the steps.
             took_step: takes the norm of the gradients of a step, once all ranks have taken it.
 
         Raises:
@@ -183,17 +180,17 @@ class UpdateInBackward(Backward):
         On a disk they hold once all ranks have said that theirs are there, and no rank has said so before its backward
         has ended.
         """
-        store = self._domain.store
-        if store.is_final or current.is_told:
+        if self._domain.store.is_final or current.is_told:
             return False
-        if store.is_open:
-            with torch.no_grad():
-                store.roll_back()
+        with torch.no_grad():
+            for store in self._domain.stores:
+                if store.is_open:
+                    store.roll_back()
         self._keep_versions(current)
         return True
 
     def _prepare(self) -> _OpenStep:
-        domain, (groups, defaults, whole) = self._domain, self._begin()
+        domain, (groups, defaults, whole, planner) = self._domain, self._begin()
         if domain.device.type != "cpu" and domain.store.tier != "device":
             raise ShardoptError(
                 "call reload() on every rank before a backward with release_gradients=True: masters and states are "
@@ -202,11 +199,6 @@ class UpdateInBackward(Backward):
             )
         numbers = [plain_numbers(group) for group in groups]
         check_numbers(numbers, defaults)
-        listed = domain.listed(groups)
-        updates = {each.entry: each for each in placed_params(listed)}
-        for each in {each.group: each for each in updates.values()}.values():  # before the first bucket is updated
-            group, entry = numbers[each.group], each.entry
-            domain.rule.evaluate(domain.rule.variant(group), group, entry.step + 1, entry.carried)
         written = written_params(domain)
         with torch.no_grad():
             follow_written_params(domain)
@@ -214,10 +206,8 @@ class UpdateInBackward(Backward):
         if domain.mesh.world.size > 1:
             copied = [entry for entry in written if entry.shard.gathered is None]  # see _compare_written()
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in copied}
-        variants = Variants(domain.rule, numbers)
-        states = states_of_shards(domain, listed, numbers)
         factors = Factors(clip=clip_factor(domain.options, None, numbers))
-        return _OpenStep(numbers, variants, updates, states, whole, written, bits, factors)
+        return _OpenStep(groups, numbers, planner, planner.ahead(groups, numbers), whole, written, bits, factors)
 
     def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
         """Updates with the sum of a bucket, once it is reduced.
@@ -230,7 +220,9 @@ class UpdateInBackward(Backward):
         assert current is not None
         with torch.no_grad(), domain.clock.phase("update"):
             is_spoilt = self._measure(shard, total)
-            if domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params):
+            # Of states that stay in memory beside a disk updates hold at once, and follow the vote.
+            is_after_vote = not domain.store.is_final and shard.store is not domain.store
+            if is_after_vote or (domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params)):
                 current.waiting[shard] = total
                 return
             launches = self._launches(shard, total, arrived)
@@ -242,7 +234,7 @@ class UpdateInBackward(Backward):
             # all ranks.
             params = [shard.bucket.params[index] for index in arrived]
             torch.autograd.graph.increment_version(
-                [param for param in params if domain.entries[param] in current.updates]
+                [param for param in params if domain.entries[param] in current.frozen.awaited]
             )
 
     def _measure(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
@@ -261,25 +253,27 @@ class UpdateInBackward(Backward):
         if Factors(divisor).folded() is None:
             divide_(total, divisor)
             divisor = 1
+        entries = {index: domain.entries[shard.bucket.params[index]] for index in present}
+        if not current.frozen.awaits_all(entries.values()):
+            current.frozen = current.planner.ahead(current.groups, current.numbers, all_anew=True)
         updates = {}
         for piece in shard.pieces:
-            update = current.updates.get(domain.entries[shard.bucket.params[piece.param]])
-            if piece.param in present and update is not None:
+            update = current.frozen.awaited.get(entries[piece.param]) if piece.param in entries else None
+            if update is not None:
                 grad = total[piece.shard_start : piece.shard_end]
                 updates[piece.param] = update._replace(grad=grad, start=piece.start, divisor=divisor)
-        alike = AlikeParams(domain.rule, current.numbers, list(updates.values()))
-        scalars, seed = alike.scalars(current.numbers), domain.options.tuning.seed
-        forms = forms_of(shard, current.variants, updates, alike)
-        return [form.launch(members, scalars, seed) for form, members in forms]
+        return current.frozen.launches_of(shard, updates)
 
     def _update_shard(self, shard: Shard, launches: list[Launch]) -> None:
         """Phase 5 of one shard, in memory, ahead of the rest of its step."""
         assert self._round is not None
         if launches:
             self._domain.epoch.begin_step()
-        store, plan = self._domain.store, StepPlan(self._domain, states=self._round.states, program=ELEMENTWISE)
-        if not store.is_final and not store.is_open:
-            store.begin()
+        domain, frozen = self._domain, self._round.frozen
+        plan = StepPlan(domain, states=frozen.states, program=frozen.program)
+        for store in () if domain.store.is_final else domain.stores:
+            if not store.is_open:
+                store.begin()
         relay = Relay()
         Update(plan, {shard: launches}, self._round.factors, joins=False).run(relay)
         relay.check()
@@ -357,27 +351,12 @@ class UpdateInBackward(Backward):
 
     def _finish_step(self, current: _OpenStep, present: Sequence[ParamRecord], norm: float) -> None:
         """Collective: the rest of the step."""
-        domain, launches = self._domain, []
+        domain, launches = self._domain, list[Launch]()
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}
         for shard, total in current.waiting.items():
             launches += self._launches(shard, total, indices[shard])
-        updates = [current.updates[entry] for entry in present if entry in current.updates]
-        alike = AlikeParams(domain.rule, current.numbers, updates)
-        alike.share()
-        advances, facts = alike.advances(alike.scalars(current.numbers)), Facts(domain.entries.values(), updates).now()
-        stats = GradientStats(norm=norm)
-        plan = StepPlan(
-            domain,
-            current.numbers,
-            updates,
-            launches,
-            advances,
-            facts,
-            states=current.states,
-            written=current.written,
-            stats=stats,
-            program=ELEMENTWISE,
-        )
+        plan = current.planner.of_present(current.groups, current.numbers, present)
+        plan = replace(plan, launches=launches, written=current.written, stats=GradientStats(norm=norm))
         self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
         domain.count_step()
         current.is_told = True
@@ -385,8 +364,12 @@ class UpdateInBackward(Backward):
         if undone is not None:  # no rank keeps any
             current.is_told = False
             raise undone
-        commit(plan)
+        if commit(plan):
+            current.planner.was_taken()
+        else:
+            current.planner.forget()
         self._took_step(norm)
+        take_room(domain)
 
     def _agree(self, digest: StepDigest, bits: Mapping[str, int]) -> None:
         """Collective: compares what the updates were made with.
