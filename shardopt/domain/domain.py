@@ -533,7 +533,8 @@ class Domain:
             return partial(_own, shard, index, name)
         if self.remote is None:
             return None
-        return Fetch(self.remote, shard, index, name, self.epoch.now(name) if moment is None else moment)
+        now = self.epoch.now(name, (shard, index)) if moment is None else moment
+        return Fetch(self.remote, shard, index, name, now)
 
     def gather(self, shard: Shard, name: str) -> torch.Tensor:
         """Collective: returns state ``name`` (or "master") of every rank's shard, 1D, as long as the bucket.

@@ -293,6 +293,11 @@ class Shard:
         """The piece of the bucket's param ``index``; an empty one if the shard holds nothing of the param."""
         return self._piece_of_param.get(index) or Piece(index, 0, 0, 0)
 
+    def index_at(self, start: int) -> int | None:
+        """The index of the param that has the shard's element ``start``."""
+        number = bisect_right(self._starts, start)
+        return self.pieces[number - 1].param if number else None
+
     def read(self, name: str, index: int) -> torch.Tensor:
         """Returns this shard's elements of state ``name`` (or "master") of the bucket's param ``index``, 1D.
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..domain.history import History
 from ..domain.param_state import count_as_torch
+from ..domain.remote_states import writing
 from ..errors import StateError
 from ..kernels import codecs
 from ..kernels.formats import FP32
@@ -98,12 +99,16 @@ class HeldRecord:
             return self.own
         self._check()
         domain = self._domain()
-        if domain is not None and domain.epoch.is_moving(self.name):
+        if domain is not None and domain.epoch.is_moving(self.name, self._place(domain)):
             raise StateError(
                 f"write to optimizer.state between two steps: {self.name} was written in the middle of one, which "
                 "updates it. Nothing was written."
             )
         return self._opened()
+
+    def _place(self, domain: Domain) -> tuple[Shard, int]:
+        entry = domain.entries[self._local]
+        return entry.shard, entry.index
 
     def _opened(self) -> torch.Tensor:
         values = self._read()
@@ -228,9 +233,11 @@ class HeldElements(HeldRecord):
         """Returns what reads the whole as it is now, from this rank alone."""
         self._check()
         whole = self.consolidated()
-        if whole is not None:
-            return whole.clone
         domain, entry = self._bound()
+        if whole is not None:
+            if domain.remote is not None:  # as the other ranks do
+                domain.remote.note_read(entry.shard, entry.index, self.name)
+            return whole.clone
         found = domain.fetcher(entry.shard, entry.index, self.name)
         if found is None:
             raise StateError(
@@ -314,7 +321,9 @@ class HeldElements(HeldRecord):
         values = entry.shard.in_order(entry.index, changed)[where.start : where.start + where.numel]
         if self.name == "master":
             values = self._that_round(entry, values)
-        with domain.epoch.loading() if domain.mesh.shard.size > 1 else nullcontext(), domain.all_or_nothing():
+        is_served = domain.mesh.shard.size > 1
+        moving = writing(domain, entry.shard, entry.index, [self.name]) if is_served else nullcontext()
+        with moving, domain.all_or_nothing():
             entry.shard.write(self.name, entry.index, where.start, values)
 
     def _that_round(self, entry: ParamRecord, values: torch.Tensor) -> torch.Tensor:
@@ -362,7 +371,7 @@ class HeldMargin(HeldRecord):
             state.margins[self.name] = values
             return
         self._table.written(self._local)
-        with found[0].epoch.loading():
+        with found[0].epoch.loading(()):  # every rank has its own
             found[1].margins = {**found[1].margins, self.name: values}  # the dict of before may be in a save
 
 
@@ -389,7 +398,7 @@ class HeldCount(HeldRecord):
             state.step, state.carried = step, carried
             return
         domain, entry = found
-        with domain.epoch.loading():
+        with domain.epoch.loading(()):
             entry.history = History(*self._with(value, entry.step, entry.carried))
 
     def _with(self, value: float, step: int, carried: dict[str, float]) -> tuple[int, dict[str, float]]:

@@ -9,6 +9,7 @@ import torch
 
 from ..domain.full_state_dict import take_parts_along
 from ..domain.param_state import ParamState
+from ..domain.remote_states import writing
 from ..errors import ShardoptError, StateError
 from ..tensors.part import Part
 
@@ -26,8 +27,10 @@ def read_state(domain: Domain, entry: ParamRecord, group: Group) -> ParamState:
     """
     if not entry.shard.bucket.keeps_dims(entry.index):
         entry.check()
-    moment = domain.epoch.now("state")  # before the counters: a step of another thread may change them meanwhile
-    tensors = {name: _read_tensor(domain, entry, name, moment) for name in names_of(domain, entry, group)}
+    of, names = (entry.shard, entry.index), names_of(domain, entry, group)
+    # Before the counters: a step of another thread may change them meanwhile.
+    moments = {name: domain.epoch.now(name, of) for name in names}
+    tensors = {name: _read_tensor(domain, entry, name, moments[name]) for name in names}
     margins = {name: tensor.to(entry.param.device) for name, tensor in entry.margins.items()}
     return ParamState(entry.step, dict(entry.carried), tensors, margins)
 
@@ -88,7 +91,8 @@ def put_state(domain: Domain, param: torch.nn.Parameter, state: ParamState, has_
     entry = domain.entries[param]
     if has_state and _shows(entry, state):  # a loop that moves states to a device assigned what it read
         return
-    with domain.epoch.loading():
+    shard = entry.shard
+    with writing(domain, shard, entry.index, [*shard.masters, *shard.states]):
         with domain.all_or_nothing():
             entry.shard.home.renew(zeroed=())  # a state dict taken before keeps its values
             entry.shard.zero(entry.index)

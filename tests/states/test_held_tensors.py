@@ -35,9 +35,9 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, Part) else value.detach().clone()
 
 
-def stepped(options: dict[str, Any]) -> tuple[list[Parameter], ShardedOptimizer]:
+def stepped(options: dict[str, Any], count: int = 2) -> tuple[list[Parameter], ShardedOptimizer]:
     generator = torch.Generator().manual_seed(1)
-    params = [Parameter(torch.randn(SHAPE, generator=generator)) for _ in range(2)]
+    params = [Parameter(torch.randn(SHAPE, generator=generator)) for _ in range(count)]
     options = dict(options)
     if options.get("offload") == "disk":
         options["offload"] = tempfile.mkdtemp()
