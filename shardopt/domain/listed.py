@@ -30,7 +30,9 @@ class ListedParams:
         others: the params that are not bound.
         shards: (index of a group, shard that holds some of its params), each pair once.
         left: the numbers of the shards none of whose params is listed.
-        attributes: sizes, strides, devices and dtypes of all bound params, when they were checked.
+        attributes: sizes, strides, devices and dtypes of all bound params, when they were checked; None in place of the
+            strides of a source.
+        sources: the records of params to whose ``data`` a tensor was assigned that is not taken yet.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ListedParams:
         self._starts: list[int] = []  # address of each bucket
         self._addresses: list[int] = []  # of each param, if the buckets are there
         self.attributes: list[list[Any]] = [[]] * len(_ATTRIBUTES)
+        self.sources: list[ParamRecord] = []
 
     def are_in(self, groups: Sequence[Group]) -> bool:
         """True if the groups list these params in this order."""
@@ -85,7 +88,8 @@ class ListedParams:
         if attributes == self.attributes and list(map(torch.Tensor.data_ptr, self.params)) == self._addresses:
             return
         seen: set[ParamRecord] = set()
-        for entry in self.entries:
+        self.sources = []
+        for number, entry in enumerate(self.entries):
             if entry in seen:
                 raise BindingError(
                     f"remove one of the two places of {entry.name}: it is listed twice in the param groups, and would "
@@ -93,6 +97,9 @@ class ListedParams:
                 )
             seen.add(entry)
             entry.check()
+            if entry.is_source:
+                self.sources.append(entry)
+                attributes[1][number] = None
         self.attributes = attributes
 
 

@@ -200,10 +200,15 @@ class ParamRecord:
             first, flat = where.start, self.shard.in_order(self.index, tensor.detach())
         return flat[first : first + where.local.stop - where.local.start]
 
+    @property
+    def is_source(self) -> bool:
+        """True if a tensor was assigned to ``param.data`` that the bucket takes once all ranks have agreed to it."""
+        return self.shard.takes_sources and self.shard.bucket.is_source(self.index)
+
     def check(self) -> None:
-        """Raises BindingError if the param no longer lies in its bucket. A source that was assigned is taken."""
+        """Raises BindingError if the param neither lies in its bucket nor is a source, which the next step takes."""
         bucket = self.shard.bucket
-        if not bucket.holds(self.index) and not (self.shard.takes_sources and bucket.take_source(self.index)):
+        if not bucket.holds(self.index) and not self.is_source:
             param = self.param
             if bucket.is_source(self.index):
                 raise BindingError(

@@ -220,15 +220,20 @@ class Bucket:
 
         The param lies in the bucket again, and later writes to that tensor do not reach it. Returns whether it was one.
         """
-        param, (shape, strides) = self.params[index], self._shapes[index]
+        param = self.params[index]
         if not self.is_source(index):
             return False
-        view = self.flat.as_strided(shape, strides, self.layout.offsets[index] + self.flat.storage_offset())
-        view = view if self._is_resharded else with_own_storage(view)
-        view.copy_(param.clone())  # it may be the param's own memory, in another order
-        self._point(index, view)
+        values = param.clone()  # it may be the param's own memory, in another order
+        self.drop_source(index)
+        param.data.copy_(values)
         torch.autograd.graph.increment_version([param])  # as by a write in place, which ranks compare
         return True
+
+    def drop_source(self, index: int) -> None:
+        """Makes a param that a tensor was assigned to lie in the bucket again, with the values of before."""
+        shape, strides = self._shapes[index]
+        view = self.flat.as_strided(shape, strides, self.layout.offsets[index] + self.flat.storage_offset())
+        self._point(index, view if self._is_resharded else with_own_storage(view))
 
     def take_sources(self) -> None:
         """Calls :meth:`take_source` for every param."""

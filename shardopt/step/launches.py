@@ -117,6 +117,7 @@ class StepPlan:
     is_replayed: bool = False  # True if the records of the params already say all that an update changes in them
     states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
     written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
+    sources: Sequence[ParamRecord] = ()  # those of them whose ``data`` is a tensor that is not taken yet
     stats: GradientStats = field(default_factory=GradientStats)
     margins: dict[ParamRecord, dict[str, torch.Tensor]] = field(default_factory=dict)  # new ones, from the update on
     program: Program = field(default_factory=Program)  # of its update

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.agreement import UNBOUND, StepDigest, agree, agree_on, checksum
+from ..domain.agreement import UNBOUND, StepDigest, agree, agree_on, agreed, checksum
 from ..domain.domain import Domain
 from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
@@ -220,8 +221,9 @@ def _survey_and_agree_in(
             if domain.sharded is not None:
                 domain.gatherer.orders.refuse()
             raise
-        if consensus.written and domain.mesh.world.size > 1:
+        if consensus.written:
             _compare_written(plan)
+            _take_sources(plan)
         if consensus.proposes_order:
             _adopt_order(domain)
     domain.count_step()
@@ -303,12 +305,29 @@ def _compare_written(plan: StepPlan) -> None:
     Each rank reads its own copy of them. Sharded params have one copy, which all ranks have written together.
     """
     domain, entries = plan.domain, list(plan.domain.entries.values())
+    if domain.mesh.world.size == 1:
+        return
     written = {entry for entry in plan.written if entry.shard.gathered is None}
     mine = [index for index, entry in enumerate(entries) if entry in written]
     everyones = domain.mesh.world.exchange_json(mine, "comparing weights that were written")
     union = sorted({index for theirs in everyones for index in theirs})
     sums = {f"weights (sum of bits) of {entries[index].name}": checksum(entries[index].param) for index in union}
-    agree_on(sums, domain.mesh.world)
+    try:
+        agree_on(sums, domain.mesh.world)
+    except DisagreementError:
+        for entry in plan.sources:
+            entry.shard.bucket.drop_source(entry.index)
+        raise
+
+
+def _take_sources(plan: StepPlan) -> None:
+    """Collective where masters lie on a disk: takes the tensors that were assigned to ``param.data``."""
+    domain = plan.domain
+    with nullcontext() if domain.store.is_final else agreed("tensors assigned to param.data", domain.mesh.world):
+        for entry in plan.sources:
+            entry.shard.bucket.take_source(entry.index)
+        if plan.sources:
+            follow_written_params(domain)
 
 
 # -- 4. decide ---------------------------------------------------------------------------------------------------------

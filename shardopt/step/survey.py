@@ -76,7 +76,7 @@ class StepPlanner:
             return None
         listed = self._domain.listed(groups)
         listed.check()
-        if not self._frozen.holds(listed, numbers):
+        if listed.sources or not self._frozen.holds(listed, numbers):
             self._frozen = None
             return None
         plan = self._frozen.plan(numbers)
@@ -112,7 +112,8 @@ class StepPlanner:
         _check_rules(domain, listed, numbers)
         updates = list(_with_gradients(domain, listed))
         self._frozen = _frozen_step(domain, listed, numbers, updates, states_of_shards(domain, listed, numbers))
-        plan = replace(self._frozen.plan(numbers, updates), written=written_params(domain))
+        written = list(dict.fromkeys([*written_params(domain), *listed.sources]))
+        plan = replace(self._frozen.plan(numbers, updates), written=written, sources=listed.sources)
         return self._measured(plan, scale, overflow, is_part)
 
     def ahead(self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], all_anew: bool = False) -> FrozenStep:

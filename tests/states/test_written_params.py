@@ -176,6 +176,23 @@ def ranks_write_differently() -> None:
                 model.one.data = values
         with raises(DisagreementError, "weights"):
             step(model, opt, 5)
+    sources_are_taken_on_all_ranks_or_none()
+
+
+def sources_are_taken_on_all_ranks_or_none() -> None:
+    for master in ("fp32", "split"):
+        model, opt = made(master=master)
+        other, opt_of_other = made(master=master)
+        for values in (float(dist.get_rank()), 1.0):  # of each rank its own; of one rank alone
+            before = bits([*model.parameters(), *kept(model, opt)])
+            if values != 1.0 or dist.get_rank() == 1:
+                model.one.data = torch.full_like(model.one, values)
+            with raises(DisagreementError, "weights (sum of bits) of"):
+                step(model, opt, 5)
+            assert bits([*model.parameters(), *kept(model, opt)]) == before
+        for each, its in ((model, opt), (other, opt_of_other)):
+            step(each, its, 5)
+        assert bits([*model.parameters(), *kept(model, opt)]) == bits([*other.parameters(), *kept(other, opt_of_other)])
 
 
 def a_source_is_taken_once() -> None:
