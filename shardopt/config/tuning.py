@@ -42,8 +42,8 @@ def _class_name(module: Any) -> str:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The rare options. Only ``broadcast_buffers``, ``compress_from``, ``seed`` and ``nonfinite`` change bits of the
-    result.
+    """The rare options. Only ``broadcast_buffers``, ``compress_from``, ``seed``, ``nonfinite`` and, for writes through
+    ``param.data``, ``compare_masters`` change bits of the result.
 
     Attributes:
         bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own, and at stage
@@ -91,6 +91,10 @@ class Tuning:
         compress_from: elements of a param (all of it, not of a shard) from which on ``state_format`` holds; smaller
             ones keep their states in fp32: biases and norms weigh little and matter much.
         seed: of stochastic rounding.
+        compare_masters: of low-precision params with fp32 masters: an update compares each master with its param, and a
+            param that something else wrote counts. False: only what moved a version counter does, or what reads or
+            saves masters finds; other writes, through ``param.data``, are undone by the next step. See
+            docs/what-you-hold.md.
     """
 
     bucket_bytes: int | None = option(
@@ -163,6 +167,11 @@ class Tuning:
         4096, "elements of a param from which on `state_format` holds; smaller ones keep fp32", partial(whole, least=0)
     )
     seed: int = option(0, "of stochastic rounding", partial(whole, least=-(2**63)))
+    compare_masters: bool = option(
+        True,
+        "an update compares fp32 masters with their params ([what is lost without](what-you-hold.md#params))",
+        flag,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "Tuning.")

@@ -44,11 +44,13 @@ class StreamFormats:
         master: None for fp32 params, and for params with stochastic rounding in place of a master.
         states: the format of every state that the rule may keep.
         gradient: the format of the sums over ranks and backwards, if the module was handed over.
+        compares: an update compares an fp32 master with its param.
     """
 
     master: Format | None
     states: Mapping[str, Format]
     gradient: Format = FP32
+    compares: bool = True
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
@@ -73,7 +75,8 @@ def formats_for(rule: Rule, options: Options, dtype: torch.dtype, numel: int) ->
         BindingError: params of this dtype cannot have the master that the options name.
     """
     states = {name: _state(rule, options, name, numel) for name in rule.states}
-    return StreamFormats(_master(options.master, dtype), states, _gradient(options.gradient_format, dtype))
+    master, gradient = _master(options.master, dtype), _gradient(options.gradient_format, dtype)
+    return StreamFormats(master, states, gradient, options.tuning.compare_masters)
 
 
 def check_formats(rule: Rule, options: Options) -> None:

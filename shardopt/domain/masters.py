@@ -2,7 +2,8 @@
 
 Weights and states may be loaded in either order. :class:`shardopt.domain.param.MasterState` says what each event makes
 of a master. A whole fp32 master needs nothing here: whatever loads it compares it to its param, the kernels and
-``Shard.read_chunk`` alike. A split one that does not round to its param waits in ``Shard.unmatched_masters``.
+``Shard.read_chunk`` alike; but with ``Tuning(compare_masters=False)`` the kernels do not, and what loads and version
+counters show is carried over here. A split one that does not round to its param waits in ``Shard.unmatched_masters``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def follow_written_params(domain: Domain) -> None:
     begin_averages(domain)
     written = [entry for entry in domain.entries.values() if entry.param._version != entry.version]
     _refresh(domain, (entry for entry in written if entry.master_state is not MasterState.LOADED))
+    loaded = [entry for entry in domain.entries.values() if entry.index in entry.shard.loaded_masters]
+    _settle(domain, [*written, *loaded])
 
 
 def take_sources(domain: Domain) -> None:
@@ -50,8 +53,18 @@ def refresh_masters(domain: Domain) -> None:
     """Makes all masters follow their params: those that were loaded, and exactly those in halves."""
     with domain.epoch.loading():
         _refresh(domain, domain.entries.values())
+        _settle(domain, domain.entries.values())
         for shard in domain.shards:
             shard.loaded_masters = dict.fromkeys(shard.loaded_masters, True)
+
+
+def _settle(domain: Domain, entries: Iterable[ParamRecord]) -> None:
+    """Makes whole masters follow their params where updates do not compare them."""
+    left_alone = [each for each in entries if each.shard.has_whole_masters and not each.shard.formats.compares]
+    if left_alone:
+        with domain.all_or_nothing():
+            for entry in left_alone:
+                entry.shard.settle(entry.index)
 
 
 def _refresh(domain: Domain, entries: Iterable[ParamRecord]) -> None:

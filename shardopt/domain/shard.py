@@ -272,7 +272,7 @@ class Shard:
         """Returns the spec of the kernels that update this shard with gradients of this format."""
         states = tuple(self.formats.states[name] for name in variant.states)
         param = BF16_RANDOM if self.format is BF16 and self.formats.master is None else self.format
-        return Spec(passes_of(variant), param, grad, self.formats.master, states)
+        return Spec(passes_of(variant), param, grad, self.formats.master, states, self.formats.compares)
 
     def strides(self, index: int) -> tuple[int, ...]:
         """The strides of the bucket's param ``index``."""
@@ -393,6 +393,15 @@ class Shard:
         live = self._followed(kept, start, stop)
         if live is not kept:
             self.home.write("master", start, live)
+
+    def settle(self, index: int) -> None:
+        """Stores a whole master as an update that compares takes it, for one that does not."""
+        where = self.slice_of(index).local
+        kept = self.home.read("master", where.start, where.stop)
+        params = self._weights(where.start, where.stop).to(kept.device)
+        live = codecs.follow(kept, params, ties=index in self.loaded_masters)
+        if live is not kept:
+            self.home.write("master", where.start, live)
 
     def _followed(self, masters: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Returns whole masters as the next step takes them: a param that something else wrote counts.

@@ -84,7 +84,7 @@ def following(spec: Spec) -> list[str]:
     A loop of its own looks, which seldom finds any: the same in the update's loop takes longer. It reads the param
     ahead of the hardware's prefetching, so it asks for the lines of two blocks later.
     """
-    if not spec.has_master or spec.master is not FP32:
+    if not spec.has_master or spec.master is not FP32 or not spec.compares:
         return []
     both = f"load_u16(param_at, i, {_PARAM}), load_f32(master_at, i, {_MASTER})"
     return [

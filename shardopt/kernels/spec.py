@@ -74,6 +74,7 @@ class Spec:
         master: format of the fp32 master of a param of low precision; None for no master. An fp32 param has none in any
             case.
         states: formats of the rule's states; if none are given, all are fp32.
+        compares: an fp32 master becomes the param beside it where it does not round to it.
     """
 
     passes: tuple[Pass, ...]
@@ -81,6 +82,7 @@ class Spec:
     grad: Format
     master: Format | None = FP32
     states: tuple[Format, ...] = ()
+    compares: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "states", self.states or (FP32,) * len(self.names))
@@ -91,7 +93,7 @@ class Spec:
 
     @cached_property
     def _hash(self) -> int:  # each launch looks for its kernel by it
-        return hash((self.passes, self.param, self.grad, self.master, self.states))
+        return hash((self.passes, self.param, self.grad, self.master, self.states, self.compares))
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def step_kernel(
     WRITES_PARAM: tl.constexpr,
     PARAM: tl.constexpr,  # format names
     GRAD: tl.constexpr,
-    MASTER: tl.constexpr,  # "" if there is no master
+    MASTER: tl.constexpr,  # "" if there is no master; "alone": fp32, and not compared with the param
     TYPES: tl.constexpr,  # of the items of each stream: param, master, states
     STATES: tl.constexpr,  # of each state: the name of its format, or "block"
     NUMBERS: tl.constexpr,  # of each state: the numbers of its block format, or ()
@@ -145,6 +145,8 @@ def step_kernel(
             param = load_bf16(param_ptr + start, BLOCK)
         else:
             param = widen(tl.load(param_ptr + start + places), PARAM)
+    elif MASTER == "alone":
+        param = tl.load(master_ptr + start + places)
     elif MASTER == "fp32":
         master = tl.load(master_ptr + start + places)
         if PARAM == "bf16":
@@ -220,7 +222,7 @@ def step_kernel(
             tl.store(param_ptr + start + places, upper)
             tl.store(master_ptr + start + places, rest)
         else:
-            if MASTER == "fp32":
+            if MASTER == "fp32" or MASTER == "alone":
                 tl.store(master_ptr + start + places, param)
             if PARAM == "bf16_random":
                 bits = draw(first, places, key, other_key, 1)

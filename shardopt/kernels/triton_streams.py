@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .formats import BlockFormat, Format
+from .formats import FP32, BlockFormat, Format
 from .tables import BLOCK, JoinedStreams, Streams
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def stream_constants(spec: Spec, aligned: bool) -> dict[str, Any]:
         "NUM_SCALARS": len(spec.scalars),
         "PARAM": spec.param.name,
         "GRAD": spec.grad.name,
-        "MASTER": spec.master.name if spec.has_master and spec.master is not None else "",
+        "MASTER": _master(spec),
         "TYPES": tuple(_TYPES[each] for each in _storages(spec)),
         # Triton 3.6 takes no tuple of names and numbers out of a tuple, so they are apart. It hands on what it takes
         # out only as tl.constexpr(...). Test: test_compiled.py with that Triton, as .github/workflows/tests.yml has it.
@@ -50,6 +50,12 @@ def stream_constants(spec: Spec, aligned: bool) -> dict[str, Any]:
         "ALIGNED": aligned,
         "BLOCK": BLOCK,
     }
+
+
+def _master(spec: Spec) -> str:
+    if not spec.has_master or spec.master is None:
+        return ""
+    return "alone" if spec.master is FP32 and not spec.compares else spec.master.name
 
 
 def _numbers(format: Format) -> tuple[float, ...]:

@@ -234,6 +234,10 @@ def test_a_whole_master_follows_a_written_param(backend: Backend, device: torch.
             backend.run(spec, 0, Streams(below, above, ()), tables)
         assert_same_bits(above[: len(params)].cpu(), expected, f"the kernel, ties={ties}")
         assert_same_bits(codecs.follow(master, params, ties), expected, f"the codec, ties={ties}")
+    above[: len(params)] = master.to(device)
+    with np.errstate(all="ignore"):
+        backend.run(dataclasses.replace(spec, compares=False), 0, Streams(below, above, ()), tables)
+    assert_same_bits(above[: len(params)].cpu(), master, "a kernel that does not compare")
 
 
 @pytest.mark.slow

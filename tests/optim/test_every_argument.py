@@ -136,6 +136,7 @@ TUNING = {
     "nonfinite": NOTHING,
     "compress_from": COUNT,
     "seed": COUNT | {"-1"},
+    "compare_masters": FLAG,
 }
 OFFLOAD = {
     "states": NOTHING,

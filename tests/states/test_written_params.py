@@ -1,5 +1,6 @@
 """Writes to params between steps: each row of the params in ``docs/what-you-hold.md`` does what the page says."""
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +196,41 @@ def sources_are_taken_on_all_ranks_or_none() -> None:
         assert bits([*model.parameters(), *kept(model, opt)]) == bits([*other.parameters(), *kept(other, opt_of_other)])
 
 
+def masters_that_are_not_compared() -> None:
+    """The same bits but for writes through ``.data``, which a step undoes unless something has read the master."""
+
+    def ended(write: Callable[[Any, ShardedOptimizer], object], **tuning: Any) -> list[bytes]:
+        model, opt = made(tuning=Tuning(**tuning))
+        write(model, opt)
+        step(model, opt, 5)
+        return bits([*model.parameters(), *kept(model, opt)])
+
+    def loads(model: Any, opt: ShardedOptimizer) -> None:
+        """States whose masters do not round to the weights, which stay."""
+        states = copy.deepcopy(opt.state_dict())
+        with torch.no_grad():
+            model.one.mul_(0.5)
+        step(model, opt, 4)
+        opt.load_state_dict(states)
+
+    def refreshes(model: Any, opt: ShardedOptimizer) -> None:
+        model.one.data.mul_(0.5)
+        opt.refresh_masters()
+
+    def reads(model: Any, opt: ShardedOptimizer) -> None:
+        model.one.data.mul_(0.5)
+        whole(opt.state[model.one]["master"])
+
+    nothing = ended(lambda *_: None)
+    assert ended(lambda *_: None, compare_masters=False) == nothing
+    for write in (lambda model, _: in_place(model.one), loads, refreshes, reads):
+        assert ended(write, compare_masters=False) == ended(write) != nothing
+    assigned = lambda model, _: setattr(model.one, "data", torch.full_like(model.one, 0.5))  # noqa: E731
+    assert ended(assigned, compare_masters=False) == ended(assigned) != nothing
+    through_data = lambda model, _: model.one.data.mul_(0.5)  # noqa: E731
+    assert ended(through_data, compare_masters=False) == nothing != ended(through_data)
+
+
 def a_source_is_taken_once() -> None:
     model, opt = made()
     source = torch.full_like(model.one, 0.5)
@@ -325,6 +361,7 @@ PAGE = {
     "through a view: `param.detach()`, `param.data.view(-1)`": viewed,
     'with `master="split"` or `"split24"`, through `.data`': a_stale_rest_is_half_a_unit,
     "a mask of zeros": masked,
+    "through `.data`, with `Tuning(compare_masters=False)`": masters_that_are_not_compared,
     "after the states are loaded, before their weights": loaded_masters_wait_for_weights,
     "inside `with optimizer.unsharded():` at stage 3, through `.data` too": whole_params_at_stage_3,
     "inside `with optimizer.unsharded(ema=True):`": a_written_average_is_refused,
