@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from ..errors import StateError
+from ..errors import OffloadError, StateError
 from ..remote.ended_peers import groups_between
 from ..remote.peers import Peers
 from .remote_gradients import Reducing, mean_at, names_gradient
@@ -201,13 +201,20 @@ class RemoteStates:
                 yield mean
             return
         shard, of = self._await(moment, number, name, start)
-        found = self._slice(shard, name, start, stop)
+        key, found = ((of, name), moment), None
+        if key not in self._kept:
+            try:
+                found = self._slice(shard, name, start, stop)
+            except OffloadError:  # a file may be read while it is written
+                self._check_at(moment, name, of)
+                if key not in self._kept:
+                    raise
         # After the reading: whoever writes has kept what was there before.
-        kept = self._kept.get(((of, name), moment))
+        kept = self._kept.get(key)
         if kept is not None and of[1] is not None:
             first = start - shard.slice_of(of[1]).shard_start
-            yield kept[first : first + stop - start]
-            return
+            found = kept[first : first + stop - start]
+        assert found is not None
         yield found
         self._check_at(moment, name, of)
 

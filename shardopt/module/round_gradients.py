@@ -342,10 +342,7 @@ class RoundGradients:
             if gradient_slice is None:
                 continue
             gradient_slice.divisor, gradient_slice.is_used, gradient_slice.has_mean = divisor, False, True
-            # Every rank has come to this round: nobody reads an older gradient.
-            gradient_slice.round, gradient_slice.edit_count, gradient_slice.was_read = rounds, 0, False
-            if gradient_slice.kept:
-                gradient_slice.kept = {}
+            gradient_slice.begin_moments(rounds)
             slices += (gradient_slice,)
             if is_held:
                 continue

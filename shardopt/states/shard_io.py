@@ -113,7 +113,7 @@ def _shows(entry: ParamRecord, state: ParamState) -> bool:
     """True if the state's tensors are what the shard shows; the same on all ranks.
 
     Of parts of a state dict storages are compared: on a rank that owns nothing of the param the slice is empty, and a
-    view of the shard as well.
+    view of the shard as well. What is decoded or read from a disk is new memory: an empty slice of it has none.
     """
     if (state.step, state.carried) != (entry.step, entry.carried) or not entry.has_state:
         return False
@@ -126,7 +126,7 @@ def _shows(entry: ParamRecord, state: ParamState) -> bool:
         return False
     mine = ((shard.read(name, entry.index), tensor) for name, tensor in others.items())
     locals_ = ((own, tensor.local if isinstance(tensor, Part) else tensor) for own, tensor in mine)
-    return all(_memory_of(own) == _memory_of(tensor) for own, tensor in locals_)
+    return all(_memory_of(own) == _memory_of(tensor) and own.untyped_storage().data_ptr() for own, tensor in locals_)
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from .part import Mask, Part, refusal
 from .pipelining import is_called_by_pipeline
 
 if TYPE_CHECKING:
-    from .gradient_slice import GradientSlice
+    from .gradient_slice import Copied, GradientSlice
     from .norm_table import Norms
 
 aten = torch.ops.aten
@@ -511,20 +511,20 @@ def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **key
     dtype = keywords.get("dtype") or part.dtype
     fetch = None
     if gradient_slice.fetch is not None:
-        gradient_slice.was_read = True  # so that the mean is kept if it changes before the copy is read
-        fetch = partial(_fetch_copy, gradient_slice.fetch, gradient_slice.moment, part.shaped, (part.dtype, dtype))
+        its = gradient_slice.moment, gradient_slice.copied()
+        fetch = partial(_fetch_copy, gradient_slice.fetch, its, part.shaped, (part.dtype, dtype))
     own = function(gradient_slice.total.to(part.device), **keywords)
     return Part(own, gradient_slice.start, part, None, dtype, fetch)
 
 
 def _fetch_copy(
     fetch: Callable[[tuple[int, int]], Tensor],
-    moment: tuple[int, int],
+    its: tuple[tuple[int, int], Copied],
     shaped: Callable[[Tensor], Tensor],
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> Tensor:
     """Reads the whole of a copy, rounded to the dtype of the part and then to that of the copy."""
-    return shaped(fetch(moment)).to(dtypes[0]).to(dtypes[1])
+    return shaped(fetch(its[0])).to(dtypes[0]).to(dtypes[1])
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from .norm_table import Norms
 
 if TYPE_CHECKING:
     from .norm_table import Array, NormTable
+
+
+class Copied:
+    """Lives as long as a copy of a gradient that can be read."""
 
 
 class GradientSlice:
@@ -43,7 +48,8 @@ class GradientSlice:
         round, edit_count: the moment: the round that made this gradient, and the changes in place since.
         is_moving: the mean is not readable for other ranks: a round is open, or an edit under way.
         was_read: this rank has read the whole of this moment, so that others may do so, later than this rank.
-        kept: by such a moment, the mean as it was then, and an event of a device after its copy; until the round after.
+        kept: by such a moment, the mean as it was then, and an event of a device after its copy; until the round after,
+            or as long as there are copies of it.
         written: on a device, after the kernels of the last change.
     """
 
@@ -71,6 +77,7 @@ class GradientSlice:
         self.round, self.edit_count = 0, 0
         self.is_moving = self.was_read = False
         self.kept: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._copied: WeakValueDictionary[tuple[int, int], Copied] | None = None  # of which moments there are copies
         self.written: torch.cuda.Event | None = None
         self._lent: Tensor | None = None
         self._lent_version = 0
@@ -160,6 +167,22 @@ class GradientSlice:
         divide_(mean, self.divisor)
         # A new table: a thread that serves may look at the old one.
         self.kept, self.was_read = self.kept | {self.moment: (mean, _recorded(self))}, False
+
+    def copied(self) -> Copied:
+        """Returns what every copy of the present mean refers to, as long as it can be read."""
+        self.was_read = True  # so that the mean is kept if it changes before the copy is read
+        if self._copied is None:
+            self._copied = WeakValueDictionary()
+        found = self._copied.get(self.moment)
+        if found is None:
+            found = self._copied[self.moment] = Copied()
+        return found
+
+    def begin_moments(self, round: int) -> None:
+        """Begins the moments of a round, to which every rank has come: an older gradient is read of copies alone."""
+        self.round, self.edit_count, self.was_read = round, 0, False
+        if self.kept:
+            self.kept = {moment: mean for moment, mean in self.kept.items() if moment in (self._copied or ())}
 
     def restore_sum(self, count: int) -> Tensor | None:
         """Makes ``total`` the sum of ``count`` ranks again, so that a round can add to it.

@@ -165,6 +165,43 @@ def test_assigned_gradients(ranks: Pool) -> None:
         ranks.run(assigned, stage, world=world)
 
 
+def projected(saved: Any, grad: Any) -> Any:
+    """PCGrad: the gradient of one loss, without what contradicts that of another one."""
+    return grad - torch.clamp((grad * saved).sum(), max=0) / (saved * saved).sum() * saved
+
+
+COMBINED: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda saved, grad: grad + saved,
+    "mean": lambda saved, grad: (saved + grad) / 2,
+    "projected": projected,
+    "projected the other way": lambda saved, grad: projected(grad, -saved),
+    "of one average": lambda saved, grad: torch.lerp(saved, grad, 0.1),
+    "stacked": lambda saved, grad: torch.stack([saved, grad]).median(dim=0).values,
+}
+
+
+def combined(stage: int) -> None:
+    """Gradients of two backwards, one of which was cloned, make a third."""
+    for name, way in COMBINED.items():
+        model, opt = started(stage, name != "sum")
+        weight = model[0].weight
+        saved, first = weight.grad.clone(), weight.grad.full_tensor()  # type: ignore[union-attr,operator]
+        clip_grad_norm_(model.parameters(), 0.1)  # of which the copy is nothing
+        opt.zero_grad()
+        backward(model, 1)
+        mean = way(first, weight.grad.full_tensor())  # type: ignore[union-attr]
+        with torch.no_grad():
+            weight.grad = way(saved, weight.grad)
+        opt.step()
+        assert raw(weight.grad.full_tensor()) == raw(mean), name  # type: ignore[union-attr]
+        opt.close()
+
+
+def test_gradients_of_two_backwards(ranks: Pool) -> None:
+    for world, stage in ((1, 2), (2, 1), (3, 3)):
+        ranks.run(combined, stage, world=world)
+
+
 def apart(stage: int) -> None:
     """Ranks that edit differently learn so in the step, before anything changes."""
     rank = dist.get_rank()
