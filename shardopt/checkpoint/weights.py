@@ -87,8 +87,6 @@ def _write(
     from ..calls.whole_params import weights
 
     # Closed ahead of the ranks' meeting: an error keeps what its frames refer to.
-    from ..calls.whole_params import weights
-
     with closing(weights(engine, min(most, 256 << 20), dtype, None)) as stream:
         if engine.ranks().rank:
             for _ in stream:
