@@ -4,12 +4,14 @@ Gradients are given, so that a training without the option has the exact values 
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 import shardopt
 from shardopt import ShardedAdamW, ShardedSGD, Tuning
@@ -56,6 +58,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"stage": 1, "wire": "memory", "handed_over": False},
     {"stage": 2, "wire": "messages", "ema": 0.5, "offload": "disk"},
     {"stage": 2, "wire": "messages", "compute_dtype": BF16},
+    {"stage": 2, "wire": "messages", "overlaps": True},
+    {"stage": 1, "wire": "collectives", "overlaps": True, "dtype": BF16},
 )
 
 
@@ -66,6 +70,8 @@ def follows(way: dict[str, Any], directory: str) -> None:
     if "offload" in given:
         given["offload"] = f"{directory}/{dist.get_rank()}"
     with wire(name) as tuning:
+        overlaps = given.pop("overlaps", False)
+        tuning = replace(tuning, overlap_gather=overlaps)
         made = []
         for asked in (None, "int8"):
             model = Given(dtype)
@@ -75,6 +81,7 @@ def follows(way: dict[str, Any], directory: str) -> None:
         for step in range(4):
             for each, its in made:
                 step_of(each, its, step, dtype)
+            assert overlaps == (type(model.weights[6]) is not Parameter)  # it is on its way
             exact = exact_of(twin, of_twin)
             assert {each.dtype for each in model.weights} == {seen}
             assert bits_of(model.weights) == shown_of(exact), (way, step)
