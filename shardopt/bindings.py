@@ -420,7 +420,6 @@ class Bindings:
             check_numbers(numbers, self.defaults)
             if takeover.fresh or meta_params(takeover.module):
                 self._check_one_domain()
-                self._check_own_precision()
                 check_materializable(takeover.module, init, takeover.fresh)
             else:
                 check_unused(init)
@@ -435,14 +434,6 @@ class Bindings:
                 "build the model with values (module.to_empty() and its initializers): some params are on the meta "
                 "device, and param groups have their own process_group, so experts of other ranks would get the same "
                 "values as this rank's."
-            )
-
-    def _check_own_precision(self) -> None:
-        if self.options.precision is not None:
-            raise BindingError(
-                "build the model with values (module.to_empty() and its initializers), or in low precision and omit "
-                f"compute_dtype: it is {self.options.compute_dtype}, and some params are on the meta device, so that "
-                "there are no fp32 values that masters could start from."
             )
 
     def bind_frozen(self) -> None:

@@ -105,7 +105,7 @@ def gradient_weight(engine: Engine, tokens: object, average: object) -> None:
                 "of one rank, and here schedules of pipeline stages run backwards, experts have gradients of "
                 "other ranks' tokens, or another optimizer trains some params."
             )
-        halves = [entry.name for entry in backward.entries if entry.param.dtype is torch.float16]
+        halves = [entry.name for entry in backward.entries if entry.shard.bucket.dtype is torch.float16]
         if halves:
             raise ShardoptError(
                 f"keep params in fp32 or bf16: the gradient of {halves[0]} is fp16, in which a product with the "

@@ -39,6 +39,8 @@ def _rebind(engine: Engine) -> None:
     takeover.unbind()
     for domain in engine.domains:
         domain.release()
+    if takeover.casts is not None:
+        takeover.casts.undo()
     engine.retire_domains()
     engine.planners.clear()
     engine.local_params.update_dtensors()
@@ -66,11 +68,6 @@ def _rebindable(engine: Engine) -> ModuleTakeover:
         raise ShardoptError(
             "construct a new optimizer, and load the state dict of this one: rebind() is not there for models with "
             "experts, whose param groups have their own process_group."
-        )
-    if engine.options.compute_dtype is not None:
-        raise ShardoptError(
-            "construct a new optimizer, and load the state dict of this one: rebind() is not there with "
-            "compute_dtype, whose fp32 values lie with the optimizer."
         )
     for domain in engine.domains:
         check_unbroken(domain)

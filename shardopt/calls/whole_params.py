@@ -43,10 +43,18 @@ def _unsharded(engine: Engine, ema: object) -> Iterator[None]:
         engine.bind_to_unshard()
         context = gathered(engine.domains, engine.rule, ema)
         context.__enter__()
+        if engine.takeover is not None:
+            engine.takeover.rest()
 
     def leave(*error: Any) -> bool | None:
         with engine.turn.hold("the end of unsharded()"):
-            return context.__exit__(*error)
+            if engine.takeover is None:
+                return context.__exit__(*error)
+            engine.takeover.compute()
+            try:
+                return context.__exit__(*error)
+            finally:
+                engine.takeover.rest()  # unless this was the outermost context
 
     with ExitStack() as stack:
         stack.push(leave)

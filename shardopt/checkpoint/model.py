@@ -260,7 +260,8 @@ class Model:
                     "show the average of the weights, which the checkpoint would hold in place of the weights."
                 )
             sharded = [each.sharded for each in engine.domains if each.sharded is not None]
-            if any(each.gatherer.unsharded_contexts for each in sharded):
+            is_exact = any(each.exact is not None for each in engine.domains)
+            if is_exact or any(each.gatherer.unsharded_contexts for each in sharded):
                 raise CheckpointError(
                     "call this outside of `with optimizer.unsharded():`: what was written to the gathered params is "
                     "not in the shards yet."

@@ -24,9 +24,11 @@ class Precision:
         cast_inputs: True if floating inputs of the module are cast to ``compute_dtype``.
         output_dtype: to which floating outputs of the module are cast; None: they stay what they are.
         keep_fp32: patterns of names of modules and params that stay fp32, and run in it.
+        cast_buffers: patterns of names of modules and buffers whose floating buffers are cast to ``compute_dtype``.
     """
 
     compute_dtype: torch.dtype
     cast_inputs: bool
     output_dtype: torch.dtype | None
     keep_fp32: Sequence[str]
+    cast_buffers: Sequence[str]

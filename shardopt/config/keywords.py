@@ -73,6 +73,8 @@ class OptionKeywords(TypedDict, total=False):
     """With ``compute_dtype``: cast the module's floating outputs to it; None: they stay what they are."""
     keep_fp32: Sequence[str]
     """With ``compute_dtype``: patterns of names of modules and params that stay fp32, and run in it."""
+    cast_buffers: Sequence[str]
+    """With ``compute_dtype``: patterns of names of modules and buffers whose floating buffers are cast to it."""
     offload: str | os.PathLike[str] | Offload | None
     """Where masters and states are kept between steps: ``"cpu"``, a directory (a path, not a bare name), or
     ``Offload(...)``.

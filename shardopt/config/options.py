@@ -179,11 +179,13 @@ class Options:
             that they had: the bits are those of a low-precision model with fp32 masters that starts from these values.
             See docs/precision.md.
         cast_inputs: with ``compute_dtype``: floating inputs of the module are cast to it, in nested dicts, lists,
-            tuples and dataclasses too.
+            tuples and dataclasses too; so are those of a module within it that another method calls.
         output_dtype: with ``compute_dtype``: floating outputs of the module are cast to it. None: they stay as they
             are.
         keep_fp32: with ``compute_dtype``: patterns of names of modules and params that stay fp32: ``("*.norm",)``. The
             inputs of such a module are cast to fp32, its outputs back to ``compute_dtype``.
+        cast_buffers: with ``compute_dtype``: patterns of names of modules and buffers, ``("*.rope",)``, whose floating
+            buffers are cast to it. Others stay as they are.
         offload: where masters and states are kept between steps: ``"cpu"``, a directory, or an :class:`Offload`. None:
             on the device.
         tuning: the rare options.
@@ -294,6 +296,11 @@ class Options:
         "with `compute_dtype`: patterns of names of modules and params that stay fp32, and run in it",
         partial(texts, example='("*.norm",)'),
     )
+    cast_buffers: Sequence[str] = option(
+        (),
+        "with `compute_dtype`: patterns of names of modules and buffers whose floating buffers are cast to it",
+        partial(texts, example='("*.rope",)'),
+    )
     offload: str | os.PathLike[str] | Offload | None = option(
         None,
         'where masters and states are kept between steps: `"cpu"`, a directory (a path, not a bare name), or '
@@ -342,7 +349,7 @@ class Options:
             self._check_release()
 
     def _check_precision(self) -> None:
-        besides = {"cast_inputs": True, "output_dtype": None, "keep_fp32": ()}
+        besides = {"cast_inputs": True, "output_dtype": None, "keep_fp32": (), "cast_buffers": ()}
         given = next((name for name, default in besides.items() if getattr(self, name) != default), None)
         if self.compute_dtype is None:
             if given is not None:
@@ -415,7 +422,7 @@ class Options:
         """The options of mixed precision; None: the module runs in the dtypes of its params."""
         if self.compute_dtype is None:
             return None
-        return Precision(self.compute_dtype, self.cast_inputs, self.output_dtype, self.keep_fp32)
+        return Precision(self.compute_dtype, self.cast_inputs, self.output_dtype, self.keep_fp32, self.cast_buffers)
 
     @property
     def feeds_back(self) -> bool:

@@ -81,9 +81,11 @@ def allocate(
     params = [param for _, param, _ in planned.members]
     exact: torch.Tensor | None = None
     if planned.is_cast:
-        exact = exact_slice(params, planned.layout, domain.mesh.shard.rank)
+        exact = exact_slice(params, planned.layout, domain.mesh.shard.rank, fresh)
         undo.callback(_cast_back, [param for param in params if param.dtype is torch.float32])
-    bucket = _bucket(domain, params, planned.layout, fresh, planned.shards_params, undo, planned.dtype)
+    bucket = _bucket(
+        domain, params, planned.layout, fresh, planned.shards_params, undo, planned.dtype, exact is not None
+    )
     is_offloaded = planned.shards_params and domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device, stays)
     shard = Shard(
@@ -120,9 +122,9 @@ def allocate_frozen(
     """Moves frozen params into a bucket of this dtype: they have no master, no state and no gradient."""
     exact: torch.Tensor | None = None
     if params[0].dtype is not dtype:
-        exact = exact_slice(params, layout, domain.mesh.shard.rank)
+        exact = exact_slice(params, layout, domain.mesh.shard.rank, fresh)
         undo.callback(_cast_back, params)
-    bucket = _bucket(domain, params, layout, fresh, True, undo, dtype)
+    bucket = _bucket(domain, params, layout, fresh, True, undo, dtype, exact is not None)
     is_offloaded = domain.offloads_params(bucket.device)
     store = domain.store_for(bucket.device) if is_offloaded else make_store(None, domain.options.tuning, bucket.device)
     shard = Shard(bucket, domain.mesh.shard.rank, (), store, NOTHING, is_offloaded, exact, exact is not None)
@@ -139,9 +141,11 @@ def _bucket(
     is_resharded: bool,
     undo: ExitStack,
     dtype: torch.dtype | None = None,
+    is_cast: bool = False,
 ) -> Bucket:
     beside = {param: domain.inner[param].beside for param in params if param in domain.inner}
-    bucket = Bucket(params, layout, fresh, is_resharded, domain.locals.bind(params), dtype, beside)
+    is_rounded = is_resharded and is_cast
+    bucket = Bucket(params, layout, fresh, is_resharded, domain.locals.bind(params), dtype, beside, is_rounded)
     undo.callback(_give_back, bucket)
     return bucket
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,19 @@ if TYPE_CHECKING:
     from .sharded_params import ShardedParams
     from .timings import Timings
     from .turn import Turn
+
+
+class ShowsExact(Protocol):
+    """What shows params with their fp32 values, see :mod:`.exact_params`; a protocol, since that lies above."""
+
+    def compute(self) -> None:
+        """A forward or backward begins."""
+
+    def rest(self) -> None:
+        """Forward and backward have ended."""
+
+    def end(self) -> None:
+        """Collective: writes what was written."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,7 @@ class Domain:
         self.cut_over: dict[torch.nn.Parameter, Sequence[Ranks]] = {}
         self._listed: ListedParams | None = None
         self.whole_contexts = 0  # how many ``unsharded()`` contexts are open, but for those of averages
+        self.exact: ShowsExact | None = None  # in ``unsharded()`` with ``compute_dtype``
         self.overlapped_gather: OverlappedGather | None = None
         self._to_mates: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own

@@ -6,7 +6,8 @@ that it had before. From there on it is a low-precision param like any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .domain import Domain
     from .formats import DtypeOf
     from .param import Candidate
+    from .shard import Shard
 
 
 def kept_in_fp32(module: torch.nn.Module | None, precision: Precision) -> frozenset[torch.Tensor]:
@@ -33,6 +35,17 @@ def kept_in_fp32(module: torch.nn.Module | None, precision: Precision) -> frozen
         BindingError: a pattern names nothing.
     """
     return matching(module, precision.keep_fp32, "keep_fp32", "nothing would stay in fp32 for it")
+
+
+def cast_buffers(module: torch.nn.Module, precision: Precision) -> frozenset[torch.Tensor]:
+    """Returns the buffers of a module that are cast.
+
+    Raises:
+        BindingError: a pattern names nothing.
+    """
+    without = "no buffer would be cast for it"
+    found = matching(module, precision.cast_buffers, "cast_buffers", without, kind="buffer")
+    return frozenset(each for each in found if each.is_floating_point())
 
 
 def dtype_in_model(domain: Domain) -> DtypeOf:
@@ -74,11 +87,41 @@ def check_castable(domain: Domain, candidates: Sequence[Candidate]) -> None:
             )
 
 
-def exact_slice(params: Sequence[torch.nn.Parameter], layout: BucketLayout, rank: int) -> torch.Tensor:
-    """Returns this rank's slice of a bucket, 1D [shard_numel] in fp32, from params that are not in it yet."""
+def exact_slice(
+    params: Sequence[torch.nn.Parameter], layout: BucketLayout, rank: int, fresh: Collection[torch.Tensor]
+) -> torch.Tensor:
+    """Returns this rank's slice of a bucket, 1D [shard_numel] in fp32, from params that are not in it yet.
+
+    Args:
+        fresh: params that have no values yet; their elements are zeros.
+    """
     exact = zeros(layout.shard_numel, torch.float32, params[0].device)
     for piece in layout.pieces(rank):
-        param = params[piece.param].detach()
-        flat = flattened(in_storage_order(param, dense_strides(param)))
-        exact[piece.local].copy_(flat[piece.start : piece.start + piece.numel])
+        if params[piece.param] not in fresh:
+            param = params[piece.param].detach()
+            flat = flattened(in_storage_order(param, dense_strides(param)))
+            exact[piece.local].copy_(flat[piece.start : piece.start + piece.numel])
     return exact
+
+
+def _place_of(domain: Domain, param: torch.nn.Parameter) -> tuple[Shard, int] | None:
+    entry = domain.entries.get(param)
+    if entry is not None:
+        return entry.shard, entry.index
+    return None if domain.sharded is None else domain.sharded.place_of(param)
+
+
+@contextmanager
+def filled_in_fp32(domain: Domain, params: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which bound params that have no values get fp32 ones: their buckets get what these round to."""
+    where = {param: place for param in params if (place := _place_of(domain, param)) and place[0].is_cast}
+    buckets = {param: param.data for param in where}
+    for param in where:
+        param.data = torch.empty_like(param.data, dtype=torch.float32)
+    try:
+        yield
+    finally:
+        for param, (shard, index) in where.items():
+            values, param.data = param.data, buckets[param]
+            param.data.copy_(values)
+            shard.write(shard.exact, index, 0, shard.in_order(index, values))

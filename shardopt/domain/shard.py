@@ -74,6 +74,9 @@ class Shard:
     exact_slice: ExactSlice | None = None
     takes_sources = True  # False if gradients are released: an update would not wait for a source
     stays = False  # True if its states stay on the device where those of others are offloaded
+    # In unsharded() with compute_dtype: the bucket follows values that are not in the masters yet, and another rank may
+    # still read these.
+    shows_exact = False
     saved_weights: torch.Tensor | None = None  # 1D [shard_numel]: the weights, while params show their average
 
     def __init__(
@@ -387,6 +390,12 @@ class Shard:
         """True if a master holds the full value, and not only the low bits that complete its param."""
         return self.formats.master is FP32
 
+    def show_exact(self) -> None:
+        """Begins to keep masters apart from what is written to params."""
+        if self.has_whole_masters:
+            self._settle(0, self.numel)
+        self.shows_exact = True
+
     def _settle(self, start: int, stop: int) -> None:
         """Stores the whole masters as the next step takes them: views of the store then show what others wrote."""
         kept = self.home.read("master", start, stop)
@@ -408,6 +417,8 @@ class Shard:
 
         It is ``masters`` itself where nothing was written. The kernels make the same comparison when they load it.
         """
+        if self.shows_exact:
+            return masters
         params = self._weights(start, stop).to(masters.device)
         if not self.loaded_masters:
             return codecs.follow(masters, params, ties=False)

@@ -70,6 +70,7 @@ class ShardedParams:
         self._inside: dict[Any, list[Any]] = {}  # a quantized param -> its inner tensors
         # Gathers a resharded param for an operation in the model's own code; see :class:`SliceKeeper`.
         self.gather_for: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
+        self.computes: Callable[[], bool] = lambda: False
         self._gather, self._gather_slices = gather, gather_slices
         self._fetcher, self.name_of = fetcher, name_of
         self.asleep: Sequence[Any] = []  # see :mod:`.sleep`

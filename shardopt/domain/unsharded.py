@@ -11,6 +11,7 @@ from ..errors import ShardoptError
 from .agreement import StepDigest, agree, agree_on_call
 from .averaged import averaged, has_average
 from .domain import Domain
+from .exact_params import exact_params, put_away
 
 if TYPE_CHECKING:
     from ..rules import Rule
@@ -36,6 +37,7 @@ def unsharded(domains: Sequence[Domain], rule: Rule, ema: object) -> Iterator[No
 
     # Below stage 3 every rank has its weights, and need not wait for another one, unless they are rounded.
     is_whole = domain is None or (domain.sharded is None and not domain.codes_updates)
+    is_whole = is_whole and not any(shard.is_cast for each in domains for shard in each.shards)
     if domain is None or (is_whole and (rule.average is None or asked is False)):
         read()
     else:
@@ -46,12 +48,15 @@ def unsharded(domains: Sequence[Domain], rule: Rule, ema: object) -> Iterator[No
         for each in [] if averages else domains:
             stack.enter_context(each.shown_whole())
         for each in averages:
+            stack.enter_context(put_away(each))
             stack.enter_context(averaged(each))
         for each in [] if averages else domains:
             if each.sharded is not None:
                 stack.enter_context(each.sharded.unsharded())
             elif each.codes_updates:
                 stack.enter_context(shown_exactly(each))
+        for each in [] if averages else domains:
+            stack.enter_context(exact_params(each))
         yield
 
 
@@ -103,11 +108,13 @@ def resharded(domains: Sequence[Domain], problem: Exception | None) -> Iterator[
         domains: the main one first.
         problem: why this rank cannot take the step.
     """
-    found = list(_unsharded(domains))
-    if found:
+    found, exact = list(_unsharded(domains)), [each for each in domains if each.exact is not None]
+    if found or exact:
         view = {"step() in unsharded()": True}
         agree(StepDigest(view, lambda: view, problem), domains[0].mesh.world)
     with ExitStack() as stack:
+        for domain in exact:
+            stack.enter_context(put_away(domain))
         for each in found:
             stack.enter_context(each.resharded())
         yield

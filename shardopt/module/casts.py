@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..domain.precision import kept_in_fp32
-from ..tensors.unsharded_guard import is_sharded
+from ..domain.precision import cast_buffers, kept_in_fp32
+from ..tensors.unsharded_guard import dtype_in_forward, is_sharded
+from ..uncompiled import uncompiled
+from .running import callers_of, in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +59,15 @@ def _replaced(values: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
 
 
 class _Switch:
-    """Is on once the params have their dtypes: until then the module runs in fp32."""
+    """What the hooks of a module share.
+
+    Attributes:
+        is_on: params have their dtypes: until then the module runs in fp32.
+        is_called: a forward of the module runs, whose inputs were cast.
+    """
 
     is_on = False
+    is_called = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,6 +81,28 @@ class CastInputs:
         if not self.switch.is_on:
             return None
         return cast_within(arguments, self.dtype), cast_within(keywords, self.dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class CastMethodInputs(CastInputs):
+    """The same of a module within, which another method than forward calls: what it calls gets what it gives."""
+
+    def __call__(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
+        if self.switch.is_called or not self.switch.is_on or not self._is_outermost():
+            return None
+        return super().__call__(module, arguments, keywords)
+
+    @uncompiled("it looks at the stack")
+    def _is_outermost(self) -> bool:
+        if in_backward():  # activation checkpointing, which has the inputs of the forward
+            return False
+        callers = callers_of(nn.Module._call_impl)
+        next(callers)  # the call of the module itself
+        return not any(self._is_on(each) for each in callers)
+
+    def _is_on(self, module: nn.Module) -> bool:
+        hooks = module._forward_pre_hooks.values()
+        return any(isinstance(each, CastInputs) and each.switch is self.switch for each in hooks)
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,37 +129,84 @@ class Casts:
         """
         self._module, self._precision, self._switch = module, precision, _Switch()
         self._hooks: list[Any] = []
-        self._cast: list[nn.Parameter] = []  # the frozen params that lost their low bits
+        self._cast: set[nn.Parameter] = set()  # the frozen params that lost their low bits
         kept = kept_in_fp32(module, precision)
-        for each in _outermost(module, lambda inner: _is_kept(inner, kept)):
+        cast_buffers(module, precision)
+        self._low_buffers: dict[torch.Tensor, torch.Tensor] = {}  # those that lost their low bits -> what they were
+        in_fp32 = _outermost(module, lambda inner: _is_kept(inner, kept))
+        for each in in_fp32:
             self._add(each, torch.float32, precision.compute_dtype)
+        inputs = precision.compute_dtype if precision.cast_inputs else None
         for each in called:
-            self._add(each, precision.compute_dtype if precision.cast_inputs else None, precision.output_dtype)
+            self._add(each, inputs, precision.output_dtype)
+        apart = {inner for each in (*called, *in_fp32) for inner in (each.modules() if each in in_fp32 else (each,))}
+        for each in module.modules():
+            if each not in apart:
+                self._add(each, inputs, None, CastMethodInputs)
 
-    def _add(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    def _add(
+        self,
+        module: nn.Module,
+        inputs: torch.dtype | None,
+        outputs: torch.dtype | None,
+        kind: type[CastInputs] = CastInputs,
+    ) -> None:
         if inputs is not None:
-            before = CastInputs(inputs, self._switch)
+            before = kind(inputs, self._switch)
             self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if outputs is not None:
             self._hooks.append(module.register_forward_hook(CastOutputs(outputs, self._switch)))
+
+    def call(self, is_called: bool) -> None:
+        """A forward of the module begins or has ended."""
+        self._switch.is_called = is_called
+
+    def turn(self, is_on: bool) -> None:
+        """Lets the hooks cast, or not: params have ``compute_dtype``, or in ``unsharded()`` between calls fp32."""
+        self._switch.is_on = is_on
 
     @torch.no_grad()
     def begin(self) -> None:
         """Casts frozen params, which have no master, and lets the hooks cast from now on; params were bound."""
         kept = kept_in_fp32(self._module, self._precision)
         for param in self._module.parameters():
-            is_fp32 = param.dtype is torch.float32 and not is_sharded(param)  # inner tensors stay what they are
+            is_fp32 = dtype_in_forward(param) is torch.float32 and not is_sharded(param)  # inner ones stay
             if not param.requires_grad and is_fp32 and param not in kept:
                 param.data = param.data.to(self._precision.compute_dtype)
-                self._cast.append(param)
+                self._cast.add(param)
+        for buffer in cast_buffers(self._module, self._precision):
+            if buffer.dtype is not self._precision.compute_dtype:
+                self._low_buffers[buffer] = buffer.data
+                buffer.data = buffer.data.to(self._precision.compute_dtype)
         self._switch.is_on = True
+
+    def undo(self) -> None:
+        """Makes params fp32 again that were cast, and those that a script made in their place in ``compute_dtype``.
+
+        Params that were bound have their fp32 values back.
+        """
+        kept = kept_in_fp32(self._module, self._precision)
+        for param in self._module.parameters():
+            is_low = dtype_in_forward(param) is self._precision.compute_dtype and param not in kept
+            if is_low and (param.requires_grad or param in self._cast):
+                param.data = param.data.float()
+        self._cast.clear()
+        self._switch.is_on = False
+        self._give_buffers_back()
+
+    def _give_buffers_back(self) -> None:
+        for buffer, before in self._low_buffers.items():
+            is_written = not torch.equal(before.to(buffer.dtype), buffer)
+            buffer.data = buffer.data.to(before.dtype) if is_written else before
+        self._low_buffers.clear()
 
     def close(self) -> None:
         """Removes the hooks, and makes frozen params fp32 again."""
         for param in self._cast:
-            if not param.requires_grad and param.dtype is self._precision.compute_dtype:
+            if not param.requires_grad and dtype_in_forward(param) is self._precision.compute_dtype:
                 param.data = param.data.float()
-        self._cast = []
+        self._cast.clear()
+        self._give_buffers_back()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

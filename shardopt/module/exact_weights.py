@@ -6,8 +6,8 @@ values. With ``gather_dtype`` they are rounded at stages 1 and 2, and each owner
 ``load_state_dict()`` writes them, before torch writes what they round to. At stage 3 the params themselves are slices
 of exact values (:mod:`shardopt.domain.sharded_params`).
 
-Inside ``unsharded()`` params of ``compute_dtype`` are rounded at every stage. A state dict then has whole fp32 tensors:
-this rank reads them alone, and what was written to params counts.
+Inside ``unsharded()`` params of ``compute_dtype`` show fp32 values themselves (:mod:`shardopt.domain.exact_params`). With
+``gather_dtype`` a state dict has whole tensors there: this rank reads them alone, and what was written to params counts.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class ExactWeights:
             # With keep_vars=True the dict has the params themselves.
             if param in self._of and shown is not None and not isinstance(shown, nn.Parameter):
                 domain, entry = self._of[param]
+                if domain.exact is not None and entry.shard.exact_slice is None:
+                    continue  # the param shows them
                 if domain.whole_contexts and _is_rounded(entry.shard):
                     state_dict[prefix + name] = _whole_of(domain, entry, shown)
                 elif entry.shard.gathered is None and not domain.is_averaged and _is_rounded(entry.shard):
@@ -75,8 +77,8 @@ class ExactWeights:
             if param not in self._of or not isinstance(given, torch.Tensor) or given.shape != param.shape:
                 continue
             domain, entry = self._of[param]
-            if entry.shard.gathered is not None and not domain.whole_contexts:
-                continue  # the param is a slice of exact values, and takes what is given
+            if entry.shard.gathered is not None or (domain.exact is not None and entry.shard.exact_slice is None):
+                continue  # the param shows exact values, and takes what is given
             if isinstance(given, Part):
                 state_dict[prefix + name] = given = given.full_tensor()
             if not given.is_meta and (given.dtype is not param.dtype or entry.shard.exact_slice is not None):
@@ -91,10 +93,6 @@ def _is_rounded(shard: Shard) -> bool:
 def _write(domain: Domain, entry: ParamRecord, whole: torch.Tensor) -> None:
     shard, index = entry.shard, entry.index
     values = shard.in_order(index, whole.detach().to(shard.device, torch.float32).expand(entry.param.size()))
-    if shard.gathered is not None:
-        domain.gatherer.writes.before_write(shard.gathered.unit.transport)
-        shard.write_param(index, 0, values)
-        return
     with domain.epoch.loading(), domain.all_or_nothing():
         if shard.exact_slice is not None:
             shard.write_param(index, 0, values)

@@ -145,6 +145,7 @@ class Forward:
         self._owners = {module: units for module, units in owned.items() if units}
         for each in every:
             each.gather_for = call_while_alive(Forward.read, self, otherwise=False)
+            each.computes = call_while_alive(Forward.computes, self, otherwise=False)
         self._gatherer.on_demand = call_while_alive(Forward._announce, self)
         self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
         for module in dict.fromkeys((*self._called, *self._needs)):
@@ -409,6 +410,10 @@ class Forward:
             self._gatherer.use(unit)
             self._gatherer.show(unit)
             self._gatherer.keep_shown(unit)
+
+    def computes(self) -> bool:
+        """True in the model's own code: in a forward, a backward or another method."""
+        return bool(self._running) or in_backward() or self._is_in_a_method() or is_called_by_pipeline()
 
     def _is_in_a_method(self) -> bool:
         """True if a method of the model, or of a module in it, is running: of the user's, ``state_dict()`` is none."""

@@ -21,6 +21,7 @@ from torch import nn
 from ..arguments import by_name
 from ..domain.agreement import agree_on
 from ..domain.dtensors import is_dtensor
+from ..domain.precision import filled_in_fp32
 from ..errors import BindingError
 from ..partition.comm.together import Relay
 
@@ -239,7 +240,10 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, in
             units = list(dict.fromkeys(where[param].unit for param in each.parameters(recurse=False) if param in where))
             if units:
                 domain.gatherer.need_all(units)
-            relay.attempt(_initialize, each, prefix, own, waiting, init)
+            for unit in units:
+                domain.gatherer.writes.before_write(unit.transport)
+            with filled_in_fp32(domain, [param for param in each.parameters(recurse=False) if param in waiting]):
+                relay.attempt(_initialize, each, prefix, own, waiting, init)
             for unit in units:
                 domain.gatherer.write_back(unit)
                 domain.gatherer.done(unit, reshard=True)
@@ -248,7 +252,7 @@ def give_values(module: nn.Module, fresh: list[torch.Tensor], domain: Domain, in
             domain.gatherer.writes.after_writes()
         agree_on("values", domain.mesh.world, relay.problem)
     for shard in domain.shards:
-        if any(param in without for param in shard.bucket.params):
+        if not shard.is_cast and any(param in without for param in shard.bucket.params):
             shard.restart_masters()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +49,13 @@ def backward_runs() -> bool:
     callers = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
     stacks = sys._current_frames().values()
     return in_backward() or any(each.f_code in callers for stack in stacks for each in _frames_from(stack))
+
+
+def callers_of(method: Callable[..., Any]) -> Iterator[Any]:
+    """Yields the objects whose method this is, in its calls that run on this thread, the innermost first."""
+    for frame in _frames_from(sys._getframe(1)):
+        if frame.f_code is method.__code__:
+            yield frame.f_locals["self"]
 
 
 def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:

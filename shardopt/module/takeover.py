@@ -96,6 +96,7 @@ class ModuleTakeover:
         self.overlap_hooks: OverlapHooks | None = None
         self.casts: Casts | None = None
         self._exact: ExactWeights | None = None
+        self._is_called = False  # a forward runs in ``unsharded()`` with ``compute_dtype``
         self._domain: Domain | None = None
         self._experts: dict[Domain, Backward] = {}  # those of experts
         self.fresh: frozenset[torch.Tensor] = frozenset()
@@ -137,6 +138,8 @@ class ModuleTakeover:
         """
         self.casts = Casts(self.module, [each.module for each in self.called], precision)
         self._exact = ExactWeights(self.module)
+        for each in self.called:  # behind those that cast outputs
+            self._hooks.append(each.module.register_forward_hook(ModuleHook(self._end_call), always_call=True))
 
     # -- which params are whose ------------------------------------------------------------------------------------
 
@@ -372,6 +375,9 @@ class ModuleTakeover:
             return
         if self.overlap_hooks is not None:
             self.overlap_hooks.pre_forward()
+        self._is_called = self.compute()
+        if self.casts is not None:
+            self.casts.call(True)
         self._prepare(called)
         self._check_filled()
         if self.forward is not None:
@@ -478,6 +484,9 @@ class ModuleTakeover:
     def _begin_graph(self, called: CalledModule, syncs: bool) -> None:
         if not self._hooks:  # closed: the user may still run backward through an older graph
             return
+        if self.compute():
+            later = torch.autograd.Variable._execution_engine.queue_callback
+            later(lambda: later(self._rest))  # behind what the end of a backward does with gradients
         if self.forward is not None:
             self.forward.begin_graph(called.name)
         if self.backward is not None:
@@ -501,6 +510,35 @@ class ModuleTakeover:
             buffers.gradients_forgotten()
         if self.backward is not None:
             self.backward.forget_gradients()
+
+    # -- fp32 values in unsharded() --------------------------------------------------------------------------------
+
+    def compute(self) -> bool:
+        """Shows a forward or backward in ``unsharded()`` params of ``compute_dtype``. Returns whether it did."""
+        shown = [each.exact for each in (self._domain, *self._experts) if each is not None and each.exact is not None]
+        for each in shown:
+            each.compute()
+        if shown and self.casts is not None:
+            self.casts.turn(True)
+        return bool(shown)
+
+    def rest(self) -> None:
+        """Lets params show fp32 values in ``unsharded()``, once forward and backward have ended."""
+        if not in_backward():
+            self._rest()
+
+    def _rest(self) -> None:
+        domains = [each for each in (self._domain, *self._experts) if each is not None and each.exact is not None]
+        for each in domains if not self._is_called else ():
+            assert each.exact is not None and self.casts is not None
+            each.exact.rest()
+            self.casts.turn(False)
+
+    def _end_call(self, *_: Any) -> None:
+        self._is_called = False
+        if self.casts is not None:
+            self.casts.call(False)
+        self.rest()
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class ShardedAdamW(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
@@ -111,7 +111,7 @@ class ShardedAdam(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
@@ -150,7 +150,7 @@ class ShardedSGD(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedSGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -186,7 +186,7 @@ class ShardedAdagrad(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdagrad(model.parameters(), lr=0.01)
@@ -223,7 +223,7 @@ class ShardedRMSprop(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRMSprop(model.parameters(), lr=0.01, momentum=0.9, centered=True)
@@ -261,7 +261,7 @@ class ShardedNAdam(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedNAdam(model.parameters(), lr=2e-3)
@@ -299,7 +299,7 @@ class ShardedRAdam(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRAdam(model.parameters(), lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True)
@@ -335,7 +335,7 @@ class ShardedAdamax(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdamax(model.parameters(), lr=2e-3)
@@ -371,7 +371,7 @@ class ShardedAdadelta(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedAdadelta(model.parameters(), rho=0.95)
@@ -407,7 +407,7 @@ class ShardedASGD(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedASGD(model.parameters(), lr=0.01, t0=1000)
@@ -443,7 +443,7 @@ class ShardedRprop(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedRprop(model.parameters(), lr=0.01)
@@ -483,7 +483,7 @@ class ShardedLion(ShardedOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     Example:
         >>> optimizer = ShardedLion(model.parameters(), lr=1e-4, weight_decay=0.1)

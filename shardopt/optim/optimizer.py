@@ -75,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     Keywords of :class:`shardopt.config.Options`: module=None, stage=1, process_group=None, norm_group=None,
     master='fp32', state_format='fp32', gradient_format='fp32', ema=None, max_grad_norm=None, clip_by='own',
     release_gradients=False, reduce_dtype=None, gather_dtype=None, error_feedback=None, compute_dtype=None,
-    cast_inputs=True, output_dtype=None, keep_fp32=(), offload=None, tuning=Tuning().
+    cast_inputs=True, output_dtype=None, keep_fp32=(), cast_buffers=(), offload=None, tuning=Tuning().
 
     """
 

@@ -38,6 +38,7 @@ class Bucket:
         outers: Sequence[torch.nn.Parameter],
         dtype: torch.dtype | None = None,
         beside: Mapping[torch.nn.Parameter, Sequence[Any]] | None = None,
+        is_rounded: bool = False,
     ):
         """
         Args:
@@ -46,11 +47,12 @@ class Bucket:
         outers: the params as the model has them: DTensors where ``params`` are their local tensors.
         dtype: of the bucket, to which params are cast; None: their own.
         beside: a param -> what else shows its values: a wrapper around it, or views of it.
+        is_rounded: ranks keep their slices elsewhere, in fp32.
         """
         self.params, self.outers = tuple(params), tuple(outers)
         self.beside = [(beside or {}).get(outer, ()) for outer in self.outers]
         self._views = [[each for each in every if not hasattr(each, "__tensor_flatten__")] for every in self.beside]
-        self._classes = [(type(outer), released_class(type(outer))) for outer in self.outers]
+        self._classes = [(type(outer), released_class(type(outer), is_rounded)) for outer in self.outers]
         self._present = list(range(len(self.params)))  # indices of params that were not removed
         self._readables: dict[tuple[int, ...], Readable] = {}  # by the indices of their params
         self._shown: list[Readable] = []  # those that may be read
@@ -129,17 +131,44 @@ class Bucket:
             self._readables[indices] = Readable(every, self._shown)
         return self._readables[indices]
 
-    def start_arriving(self, wait: Callable[[], None]) -> None:
-        """Guards params whose values are under way: the first call that needs some of them calls ``wait``."""
+    def start_arriving(self, wait: Callable[[], None], is_exact: bool = False) -> None:
+        """Guards params whose values are under way: the first call that needs some of them calls ``wait``.
+
+        Args:
+            is_exact: these are the fp32 values that those of the bucket were rounded from.
+        """
         self._gather_handle.wait = wait
         for index in self._present:
-            mark_arriving(self.outers[index], self._classes[index][0], self._gather_handle)
+            mark_arriving(self.outers[index], self._classes[index][0], self._gather_handle, is_exact)
 
     def end_arriving(self) -> None:
         """Lets params be read without a wait: their values have arrived."""
         for index in self._present:
             self.outers[index].__class__ = self._classes[index][0]
         self._gather_handle.wait = None
+
+    @property
+    def present(self) -> Sequence[int]:
+        """The indices of the params that are in the bucket."""
+        return self._present
+
+    @property
+    def _unresized(self) -> list[int]:
+        """The indices of params that have their shapes: a script may have given one other data, to enlarge it."""
+        return [index for index in self._present if self.params[index].size() == self.shape_of(index)]
+
+    def show_values(self, buffer: torch.Tensor | None) -> None:
+        """Makes params views of a buffer that is laid out as the bucket; None: of the bucket again."""
+        for index in self._unresized:
+            view = self.view(self.flat if buffer is None else buffer, index, self.params[index])
+            self._point(index, view if buffer is None and self._is_resharded else with_own_storage(view))
+
+    def take_values(self, buffer: torch.Tensor) -> None:
+        """Copies to a buffer what was assigned to ``param.data`` since the params became views of it."""
+        for index in self._unresized:
+            view = self.view(buffer, index, self.params[index])
+            if self.params[index].data_ptr() != view.data_ptr():
+                view.copy_(self.params[index])
 
     @property
     def is_viewed(self) -> bool:
@@ -202,6 +231,10 @@ class Bucket:
             and param.size() == shape
             and param.stride() == strides
         )
+
+    def shape_of(self, index: int) -> torch.Size:
+        """The shape of a param as it was bound."""
+        return self._shapes[index][0]
 
     def keeps_dims(self, index: int) -> bool:
         """True if the param has the number of dimensions that it was bound with."""

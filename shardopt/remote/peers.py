@@ -170,12 +170,13 @@ class Peers:
             if beats.ident is not None:
                 beats.join()
             for peer in others:
-                peer.close()
+                with peer, suppress(OSError):
+                    peer.send_bytes(b"")  # the last word: who is killed says none
 
     def _announce(self, rank: int, address: Any) -> connection.Connection[Any, Any]:
         try:
             peer = _connect(address, self._slices)
-            peer.send_bytes(json.dumps({"alone": self._rank}).encode())
+            peer.send_bytes(json.dumps({"alone": facts_of(self._slices.ended.groups)}).encode())
             self._await(peer)
             peer.recv_bytes(1)
         except (OSError, EOFError, ValueError, KeyError) as error:

@@ -23,7 +23,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -32,7 +32,8 @@ from typing import Any, cast
 import torch
 
 from ..errors import ShardoptError, StateError
-from ..partition.comm.patience import note_beat
+from ..partition.comm.ended import note_ended
+from ..partition.comm.patience import attending, note_beat
 from .ended_peers import EndedPeers
 from .epoch import Moment
 from .listener import Listener
@@ -87,13 +88,21 @@ class ServedSlices:
                 return
         _answer_farewell(peer)
 
-    def attend(self, peer: connection.Connection[Any, Any]) -> None:
-        """Takes the beats of a peer that reads alone, until it leaves."""
-        with peer, suppress(EOFError, OSError):
-            self._note_beat()
-            peer.send_bytes(OK)  # it begins once all ranks know
-            while peer.recv_bytes(1):
+    def attend(self, peer: connection.Connection[Any, Any], facts: Sequence[Any]) -> None:
+        """Takes the beats of a peer that reads alone, until it leaves, or is killed.
+
+        Args:
+            facts: what :func:`facts_of` returned there.
+        """
+        with peer, attending(self.ended.groups):
+            try:
                 self._note_beat()
+                peer.send_bytes(OK)  # it begins once all ranks know
+                while peer.recv_bytes(1):
+                    self._note_beat()
+            except (EOFError, OSError):
+                for group, (rank, count) in zip(self.ended.groups, facts, strict=True):
+                    note_ended(group, int(rank), int(count))
 
     def _note_beat(self) -> None:
         self.last_asked = self.read_alone = time.monotonic()
@@ -184,7 +193,7 @@ class StateServer:
                     slices.keep_farewell(peer)
                     return  # no thread waits for the answer: every rank says farewell, and there may be many
                 if "alone" in request:
-                    slices.attend(peer)
+                    slices.attend(peer, request["alone"])
                     return
                 if "ended" in request:
                     slices.ended.keep(peer, request["ended"])

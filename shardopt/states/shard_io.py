@@ -46,7 +46,7 @@ def _read_tensor(domain: Domain, entry: ParamRecord, name: str, moment: Moment) 
     shard, index = entry.shard, entry.index
     if domain.mesh.shard.size == 1:
         own = shard.read(name, index)  # decodes, or reads from a disk, no more than this param
-        return own.as_strided(entry.param.size(), shard.strides(index))
+        return own.as_strided(shard.bucket.shape_of(index), shard.strides(index))
 
     def gather(_: torch.Tensor) -> torch.Tensor:
         return shard.as_param(domain.gather(shard, name), index).clone()

@@ -123,7 +123,18 @@ def _weight(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, domains:
     if is_sharded(tensor) and is_wrapper(tensor) and not is_dtensor(tensor):
         inside = {each: _weight(inner, each, None, domains) for inner, each in named_inside(tensor, name)}
         return Weight(name, tensor, tensor.dtype, None, inside)
-    return Weight(name, tensor, dtype or tensor.dtype, _place_of(tensor, domains, dtype))
+    return Weight(name, tensor, dtype or _dtype_seen(tensor, domains), _place_of(tensor, domains, dtype))
+
+
+def _dtype_seen(tensor: torch.Tensor, domains: Sequence[Domain]) -> torch.dtype:
+    """Returns the dtype in which a forward sees a param or buffer."""
+    param: Any = tensor
+    for domain in domains:
+        if domain.sharded is not None and param in domain.sharded.where:
+            return domain.sharded.where[param].bucket.dtype
+        if param in domain.entries:
+            return domain.entries[param].shard.bucket.dtype
+    return tensor.dtype
 
 
 def _asked(names: Sequence[str], named: Collection[str]) -> Collection[str]:
@@ -185,7 +196,8 @@ def _place_of(tensor: torch.Tensor, domains: Sequence[Domain], dtype: torch.dtyp
         entry = domain.entries.get(tensor)  # type: ignore[call-overload]
         # The module has it rounded; masters have all its bits.
         is_cast = entry is not None and entry.shard.is_cast and entry.shard.exact_slice is None
-        if entry is not None and is_cast and entry.shard.gathered is None and not domain.is_averaged:
+        is_whole = domain.exact is not None or domain.is_averaged
+        if entry is not None and is_cast and entry.shard.gathered is None and not is_whole:
             return None if dtype in (None, tensor.dtype) else Place(entry.shard, entry.index, domain.transport)
         if entry is not None and entry.shard.exact_slice is not None and not domain.is_averaged:
             return Place(entry.shard, entry.index, domain.transport)

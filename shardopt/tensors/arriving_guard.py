@@ -1,4 +1,4 @@
-"""Params whose updated values are still under way: whatever reads or writes one waits for its values first.
+"""Params whose values are still under way: whatever reads or writes one waits for its values first.
 
 A step may return before its gather has ended (``Tuning(overlap_gather=True)``). Until a bucket has arrived, its params
 are of class :class:`ArrivingParameter`, as resharded ones are of ``ReleasedParameter``. Shape, dtype and gradient are
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..uncompiled import uncompiled
-from .unsharded_guard import READS_NO_VALUES, guard_class
+from .unsharded_guard import MAKERS, READS_NO_VALUES, SIZES, guard_class
 
 _Tensor = torch.Tensor
 # These hand out the memory itself, so they wait although they read no values.
@@ -47,19 +47,22 @@ class GatherHandle:
 _HANDLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def mark_arriving(param: torch.nn.Parameter, own: type, handle: GatherHandle) -> None:
+def mark_arriving(param: torch.nn.Parameter, own: type, handle: GatherHandle, is_exact: bool) -> None:
     """Says that calls that need the values of ``param``, of class ``own``, call ``handle.wait`` first."""
     if _HANDLES.get(param) is not handle:
         _HANDLES[param] = handle
-    param.__class__ = arriving_class(own)
+    param.__class__ = arriving_class(own, is_exact)
 
 
 @cache
-def arriving_class(own: type) -> type:
-    """Returns the class of an arriving param of class ``own``: a subclass of it and of :class:`ArrivingParameter`."""
-    if own is torch.nn.Parameter:
-        return ArrivingParameter
-    return guard_class(ArrivingParameter, own, f"OverlappedGather{own.__name__}")
+def arriving_class(own: type, is_exact: bool = False) -> type:
+    """Returns the class of an arriving param of class ``own``: a subclass of it and of :class:`ArrivingParameter`.
+
+    Args:
+        is_exact: its values will be fp32, and it is rounded now.
+    """
+    guard = ExactParameter if is_exact else ArrivingParameter
+    return guard if own is torch.nn.Parameter else guard_class(guard, own, f"{guard.__name__}Of{own.__name__}")
 
 
 class ArrivingParameter(torch.nn.Parameter):
@@ -92,6 +95,24 @@ class ArrivingParameter(torch.nn.Parameter):
     def __format__(self, spec: str) -> str:
         _wait_for_values(self)
         return format(self, spec)
+
+
+class ExactParameter(ArrivingParameter):
+    """A rounded ``nn.Parameter`` inside of ``unsharded()``, which shows fp32 values once they are used."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function in SIZES:
+            return SIZES[function](args[0])
+        if function in MAKERS:
+            kwargs = {"dtype": torch.float32, **(kwargs or {})}
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def _wait_for_values(value: Any) -> None:

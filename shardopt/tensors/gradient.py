@@ -34,6 +34,7 @@ from .gradient_edits import edit, edit_whole
 from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
 from .part import Mask, Part, refusal
 from .pipelining import is_called_by_pipeline
+from .unsharded_guard import dtype_in_forward
 
 if TYPE_CHECKING:
     from .gradient_slice import Copied, GradientSlice
@@ -74,7 +75,7 @@ class GradientPart(Part):
     def __new__(cls, gradient_slice: GradientSlice, like: Tensor) -> GradientPart:
         """Returns the part that shows the slice for the param ``like`` from now on; older parts become stale."""
         assert gradient_slice.gather is not None or gradient_slice.total.numel() == like.numel()
-        part = gradient_slice.part = cls._showing(gradient_slice, like, like.dtype, None)
+        part = gradient_slice.part = cls._showing(gradient_slice, like, dtype_in_forward(like), None)
         return part
 
     @classmethod

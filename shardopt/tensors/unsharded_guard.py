@@ -6,7 +6,7 @@ the param's class is :class:`ReleasedParameter`. A change of class costs a tenth
 
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -38,6 +38,9 @@ class SliceKeeper(Protocol):
         ``is_read`` is False for an operation that only the forward of a module may gather for: a write, or
         ``detach()``, which a part answers.
         """
+
+    def computes(self) -> bool:
+        """True while a forward, a backward or another method of the model runs."""
 
     def name_of(self, param: torch.nn.Parameter) -> str | None:
         """Returns the param's name in the module."""
@@ -105,6 +108,8 @@ READS_NO_VALUES = {
 } - {None}
 
 
+# These read the shape of what they are given, and the values of what they are called on.
+_READS_SHAPE = {_Tensor.view_as, _Tensor.reshape_as, _Tensor.expand_as}
 _DETACHES = {_Tensor.detach, torch.detach, _Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
@@ -119,11 +124,17 @@ def guard_class(guard: type, own: type, name: str) -> type:
 
 
 @cache
-def released_class(own: type) -> type:
-    """Returns the class of a released param of class ``own``: a subclass of it and of :class:`ReleasedParameter`."""
+def released_class(own: type, is_exact: bool = False) -> type:
+    """Returns the class of a released param of class ``own``: a subclass of it and of :class:`ReleasedParameter`.
+
+    Args:
+        is_exact: the slices of the param are fp32, and what is gathered is rounded.
+    """
+    guard: type = ReleasedExact if is_exact else ReleasedParameter
     if own is torch.nn.Parameter or issubclass(own, ReleasedParameter):
-        return ReleasedParameter
-    guard = ReleasedDTensor if hasattr(own, "_local_tensor") else ReleasedParameter
+        return guard
+    if hasattr(own, "_local_tensor"):
+        guard = ReleasedDTensor if guard is ReleasedParameter else guard_class(guard, ReleasedDTensor, "ExactDTensor")
     return guard_class(guard, own, f"Released{own.__name__}")
 
 
@@ -147,6 +158,8 @@ class ReleasedParameter(torch.nn.Parameter):
         if function in READS_NO_VALUES:
             return torch._C._disabled_torch_function_impl(function, types, tuple(args), dict(kwargs or {}))
         first: Any = args[0] if args else None
+        if function in _READS_SHAPE and not isinstance(first, ReleasedParameter):
+            return torch._C._disabled_torch_function_impl(function, types, tuple(args), dict(kwargs or {}))
         if isinstance(first, ReleasedParameter) and _changes_nothing(function, first, args[1:], kwargs or {}):
             return first  # module.to() returns the tensor itself, as torch does
         keeper = _keeper_of(first) if isinstance(first, ReleasedParameter) else None
@@ -179,6 +192,50 @@ class ReleasedParameter(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+_FP32 = torch.float32
+# What a param that was gathered in less would answer, and what one with fp32 slices answers.
+SIZES: dict[Any, Callable[[Any], Any]] = {
+    _Tensor.dtype.__get__: lambda _: _FP32,  # type: ignore[attr-defined]
+    _Tensor.element_size: lambda _: _FP32.itemsize,
+    _Tensor.itemsize.__get__: lambda _: _FP32.itemsize,  # type: ignore[attr-defined]
+    _Tensor.nbytes.__get__: lambda param: param.numel() * _FP32.itemsize,  # type: ignore[attr-defined]
+}
+# These make a tensor of the param's dtype, unless another one is given.
+MAKERS = {
+    *(getattr(_Tensor, name) for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like),
+}
+
+
+class ReleasedExact(ReleasedParameter):
+    """A released param whose slices are fp32, although it is gathered in less: it answers as the slices do.
+
+    To the model's own code, which casts its inputs to the dtype of a weight, it answers as what is gathered.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function in SIZES or function in MAKERS:
+            keeper = _keeper_of(args[0])
+            if keeper is not None and not keeper.computes():
+                if function in SIZES:
+                    return SIZES[function](args[0])
+                kwargs = {"dtype": _FP32, **(kwargs or {})}
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def dtype_in_forward(tensor: torch.Tensor) -> torch.dtype:
+    """Returns the dtype in which a forward sees a param, released or not; of another tensor its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.dtype
 
 
 class ReleasedDTensor(ReleasedParameter):

@@ -56,6 +56,9 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--host-memory", type=memory, help="for one rank, such as 200G (default: any)")
     plan.add_argument("--optimizer", default="AdamW", choices=names(), help="default: %(default)s")
     plan.add_argument("--dtype", choices=("fp32", "bf16"), help="of params (default: both)")
+    plan.add_argument(
+        "--compute-dtype", choices=("bf16", "fp16"), help="of forward and backward, of fp32 params that are handed over"
+    )
     for field, flag in planned(Options):
         choices, default = choices_of(field.type), field.default
         if choices:
@@ -130,6 +133,15 @@ def _plan(options: argparse.Namespace) -> CommandResult:
     except ValueError as error:  # these numbers cannot divide this model
         raise ShardoptError(str(error)) from None
     ways = [way for way in WAYS if options.dtype is None or way.dtype is DTYPES[options.dtype]]
+    if options.compute_dtype is not None:
+        compute_dtype = DTYPES[options.compute_dtype]
+        ways = [way for way in ways if way.has_module and way.dtype is torch.float32]
+        ways = [replace(way, compute_dtype=compute_dtype) for way in ways]
+        if not ways:
+            raise ShardoptError(
+                f"omit --dtype {options.dtype}: --compute-dtype {options.compute_dtype} is of params that are handed "
+                "over in fp32."
+            )
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
     asked = [

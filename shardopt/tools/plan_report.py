@@ -44,6 +44,7 @@ def call(optimizer: str, way: Way, cut: Cut) -> str:
     keywords += ["process_group=mesh['dp'].get_group()"] * (cut.tensor * cut.pipeline > 1)
     keywords += ["norm_group=dist.group.WORLD"] * (cut.pipeline > 1)
     keywords += [f"{name}={value!r}" for name, value in possible(way).options.items()]
+    keywords += [f"compute_dtype={way.compute_dtype}"] * (way.compute_dtype is not None)
     offload = repr("cpu" if way.tier == "host" else "/a/directory")
     rare = ["gradients='cpu'"] * way.sums_rest + [f"fraction={way.fraction:g}"] * (way.fraction < 1)
     offload = f"Offload({', '.join([offload, *rare])})" if rare else offload

@@ -1,17 +1,20 @@
-"""TRL's ``SFTTrainer`` at stage 3: its loss multiplies by ``lm_head.weight`` in the root's forward.
+"""TRL at stage 3: its ``SFTTrainer``, whose loss multiplies by ``lm_head.weight`` in the root's forward, and its losses
+in chunks, which read that weight in a function of their own.
 
-Beside it, the same Trainer on the same data with ``torch.optim.AdamW`` under DDP.
+Beside the Trainer, the same one on the same data with ``torch.optim.AdamW`` under DDP; beside losses, a plain model.
 """
 
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardopt import ShardedAdamW, Tuning
+from shardopt import ShardedAdamW, ShardedSGD, Tuning
 from tests.integrations.test_hf_trainer import ADAMW, Samples
 from tests.support.launch import launch
+from tests.support.ranks import Pool
 from tests.support.training import apart
 
 pytest.importorskip("trl", reason="pip install trl")
@@ -86,3 +89,61 @@ def trains(folder: str) -> None:
 
 def test_sft_trainer(tmp_path: Any) -> None:
     launch(trains, str(tmp_path), frameworks=True)
+
+
+# -- losses in chunks --------------------------------------------------------------------------------------------------
+
+
+def in_chunks(kind: str) -> nn.Module:
+    model = make_model()
+    if kind == "grpo":
+        from trl.trainer.utils import patch_chunked_lm_head
+
+        patch_chunked_lm_head(model, 5, 1.0)
+    else:
+        from trl.trainer.sft_trainer import _patch_chunked_ce_lm_head
+
+        _patch_chunked_ce_lm_head(model, chunk_size=5)
+    return model
+
+
+def loss_of(kind: str, model: nn.Module, tokens: Tensor) -> Tensor:
+    found = model(input_ids=tokens, labels=tokens)
+    return -found["log_probs"].float().mean() if kind == "grpo" else found.loss
+
+
+def trains_in_chunks() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for kind in ("grpo", "sft"):
+        plain = in_chunks(kind)
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        tuning = Tuning(keep_below=1, live_bytes=0)
+        low: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+        models = [in_chunks(kind) for _ in range(3)]
+        several = ({"stage": 1}, {"stage": 3}, {"stage": 3, **low})
+        opts = [ShardedSGD(model, lr=0.1, tuning=tuning, **each) for model, each in zip(models, several, strict=True)]
+        for step in range(2):
+            tokens = Samples(2 * step + rank, 4).tokens
+            expected = loss_of(kind, plain, tokens)
+            expected.backward()
+            for param in plain.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.grad /= world
+            sgd.step()
+            sgd.zero_grad()
+            for model, opt, options in zip(models, opts, several, strict=True):
+                loss = loss_of(kind, model, tokens)
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                torch.testing.assert_close(loss, expected, rtol=0.01 if "compute_dtype" in options else 1e-5, atol=0)
+        for model, opt, options in zip(models, opts, several, strict=True):
+            with opt.unsharded():
+                limit = 0.05 if "compute_dtype" in options else 1e-4
+                assert apart(values_of(model), values_of(plain), values_of(make_model())) < limit
+            opt.close()
+
+
+def test_losses_in_chunks(ranks: Pool) -> None:
+    ranks.run(trains_in_chunks, world=2)

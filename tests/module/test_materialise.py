@@ -68,8 +68,8 @@ def resident() -> Iterator[Callable[[], int]]:
         nonlocal most
         most = max(most, sum(each.resident_bytes for each in buckets))
 
-    def inits(bucket: Bucket, *arguments: Any) -> None:
-        init(bucket, *arguments)
+    def inits(bucket: Bucket, *arguments: Any, **keywords: Any) -> None:
+        init(bucket, *arguments, **keywords)
         if min(bucket.layout.numels) >= KEPT:
             buckets.append(bucket)
         note()

@@ -1,21 +1,35 @@
-"""``unsharded(alone=True)``: one rank evaluates at stage 3 while the others wait for it, however long, or end."""
+"""``unsharded(alone=True)``: one rank evaluates at stage 3 while the others wait for it, however long, or end.
+
+No deadline passes by itself, whatever the machine does meanwhile: those that wait have a clock that the beats of the
+reader put forward, each by more than any deadline.
+"""
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import CommunicationError, ShardedAdamW, ShardedOptimizer, StateError
+from shardopt.partition.comm import patience, peer_board
+from shardopt.remote import peers, serve
+from shardopt.remote.serve import ServedSlices
 from tests.support.comparing import raw, snapshot
 from tests.support.modules import W, data, small
 from tests.support.ranks import Pool
 from tests.support.training import raises
 
-DEADLINE = 2.0
+DEADLINE = 90.0  # seconds
+BEATS = 5  # that the others hear before the reader leaves
 WAYS: tuple[dict[str, Any], ...] = ({}, {"neighbours": False}, {"neighbours": False, "live_bytes": None})
 
 
@@ -38,6 +52,42 @@ def made(**tuning: Any) -> tuple[Model, ShardedOptimizer]:
     return model, ShardedAdamW(model, lr=0.01, stage=3, tuning=small(timeout=DEADLINE, **tuning))
 
 
+@contextmanager
+def clock_of_beats() -> Iterator[None]:
+    """More than any deadline lies between two beats. After some of them it tells the reader."""
+    lock, real, note = threading.RLock(), time.monotonic, ServedSlices._note_beat
+    ahead, heard, store = 0.0, 0, dist.distributed_c10d._get_default_store()
+
+    def now() -> float:
+        with lock:
+            return real() + ahead
+
+    def noted(slices: ServedSlices) -> None:
+        nonlocal ahead, heard
+        with lock:  # nobody sees the clock between the beats
+            ahead += 2 * DEADLINE
+            note(slices)
+        heard += 1
+        if heard == BEATS:
+            store.set(f"heard on {dist.get_rank()}", "")
+
+    clock = SimpleNamespace(monotonic=now, sleep=time.sleep)
+    with ExitStack() as stack:
+        for module in (patience, peer_board, peers, serve):
+            stack.enter_context(patch.object(module, "time", clock))
+        stack.enter_context(patch.object(serve, "HANDSHAKE", 1e6))  # a peer may greet between two beats
+        stack.enter_context(patch.object(ServedSlices, "_note_beat", noted))
+        yield
+
+
+def wait_until_heard() -> None:
+    others = [f"heard on {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    store = dist.distributed_c10d._get_default_store()
+    store.wait(others, timedelta(seconds=DEADLINE))
+    for each in others:
+        store.delete_key(each)
+
+
 def train_step(model: nn.Module, opt: ShardedOptimizer, step: int) -> None:
     opt.zero_grad()
     model(data(step, 4, W)).square().mean().backward()
@@ -51,7 +101,14 @@ def whole_loss(model: nn.Module, opt: ShardedOptimizer) -> tuple[bytes, float]:
 
 
 def evaluates(reader: int, tuning: dict[str, Any]) -> None:
-    """Three times the deadline, between two steps; nobody else makes a call for it, and training is not touched."""
+    """Many times the deadline, between two steps; nobody else makes a call for it, and training is not touched."""
+    with ExitStack() as stack:
+        if dist.get_rank() != reader:
+            stack.enter_context(clock_of_beats())
+        _evaluates(reader, tuning)
+
+
+def _evaluates(reader: int, tuning: dict[str, Any]) -> None:
     (model, opt), (other, plain) = made(**tuning), made(**tuning)
     for step in range(3):
         train_step(model, opt, step)
@@ -59,16 +116,14 @@ def evaluates(reader: int, tuning: dict[str, Any]) -> None:
         expected = whole_loss(other, plain)
         if step == 1 and dist.get_rank() == reader:
             with opt.unsharded(alone=True):
-                end = time.monotonic() + 3 * DEADLINE
                 with torch.no_grad():
                     found = raw(model(torch.ones(3, W)))
                     norm = sum(param.square().sum().item() for param in model.parameters())
                     gathered = opt.engine.domain.sharded.gatherer.gathered
                 assert (found, norm) == expected
                 assert "live_bytes" in tuning or len(gathered) <= 2, gathered
-                while time.monotonic() < end:
-                    model.eval()(torch.ones(1, W))  # with gradients, as people forget to switch them off
-                    time.sleep(0.1)
+                wait_until_heard()
+                model.eval()(torch.ones(1, W))  # with gradients, as people forget to switch them off
                 model.train()
                 refused(model, opt)
     assert snapshot(model, opt) == snapshot(other, plain)
@@ -161,30 +216,59 @@ def in_between() -> None:
         opt.close()
 
 
-def ends(reads: bool) -> None:
-    """The last step, then the end of the other process, or its close()."""
+def ends() -> None:
+    """The last step, then the close() of the other rank, which waits for the reader longer than for a silent rank."""
     model, opt = made(neighbours=False)
     train_step(model, opt, 0)
     if dist.get_rank() == 0:
         with opt.unsharded(alone=True), torch.no_grad():
-            time.sleep(DEADLINE)
             before = model(torch.ones(2, W))
-            time.sleep(6)  # longer than close() waits for a rank that does not say that it reads
+            wait_until_heard()
             assert torch.equal(model(torch.ones(2, W)), before)
-    if reads:
         opt.close()
+    else:
+        with clock_of_beats():
+            opt.close()
 
 
-def killed() -> None:
+def killed(has_buffer: bool) -> None:
+    """Its connections end, and no deadline has to pass: the first exchange is one of messages, or of buffers."""
     model, opt = made(neighbours=False)
+    if has_buffer:
+        model.register_buffer("shared", torch.ones(1))
     train_step(model, opt, 0)
     if dist.get_rank() == 0:
         with opt.unsharded(alone=True), torch.no_grad():
             model(torch.ones(2, W))
-            time.sleep(2 * DEADLINE)
             os.kill(os.getpid(), signal.SIGKILL)
-    with raises(CommunicationError, "rank 0", "by peer"):  # its connections ended: no deadline had to pass
+    with raises(CommunicationError, "look at the output of rank 0, whose process has ended"):
         train_step(model, opt, 1)
+
+
+class Late:
+    """A collective that is not there at its deadline, three times, while beats come or not."""
+
+    def __init__(self, beats: bool):
+        self.beats, self.left = beats, 3
+
+    def wait(self, _: timedelta) -> None:
+        if self.left:
+            self.left -= 1
+            if self.beats:
+                patience.note_beat([dist.group.WORLD])
+            raise RuntimeError("it is late")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def waits_for_collectives() -> None:
+    assert dist.group.WORLD is not None
+    late = Late(beats=True)
+    patience.wait_for_collective(late, timedelta(), dist.group.WORLD)
+    assert not late.left
+    with raises(RuntimeError, "it is late"):
+        patience.wait_for_collective(Late(beats=False), timedelta(), dist.group.WORLD)
 
 
 def test_one_rank_evaluates(ranks: Pool) -> None:
@@ -198,8 +282,10 @@ def test_errors_and_other_places(ranks: Pool) -> None:
 
 
 def test_the_others_end(ranks: Pool) -> None:
-    ranks.run(ends, True, world=2)
+    ranks.run(ends, world=2)
+    ranks.run(waits_for_collectives, world=1)
 
 
 def test_a_reader_is_killed(ranks: Pool) -> None:
-    ranks.run(killed, world=2, doomed=[0])
+    for has_buffer in (False, True):
+        ranks.run(killed, has_buffer, world=2, doomed=[0])

@@ -1,5 +1,6 @@
 """``compute_dtype``: an fp32 module trains to the bits of a bf16 one with fp32 masters that start from its values."""
 
+import copy
 import warnings
 from collections import namedtuple
 from collections.abc import Iterator
@@ -276,17 +277,119 @@ def test_inputs_and_outputs() -> None:
     opt.close()
 
 
+class Agent(nn.Module):
+    """Is called by other methods than forward; casts within are its own affair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(40, 33), nn.LayerNorm(33), nn.Linear(33, 40))
+        self.value = Casting32(40, 1)
+        self.register_buffer("scale", torch.tensor(1.1))
+        self.register_buffer("count", torch.tensor(3))
+        self.body.register_buffer("shift", torch.full((40,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.value(x=self.body(x)) * self.body.shift[0]  # type: ignore[no-any-return]
+
+
+class Casting32(nn.Module):
+    """Runs a part of it in fp32 on purpose: what is cast is what the outermost call is given."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(fan_in, fan_out), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.seen(x.float()).to(x.dtype))  # type: ignore[no-any-return]
+
+
+def test_methods_and_buffers() -> None:
+    """Inputs of other methods are cast as forward's are; buffers that are named are cast, and come back."""
+    for stage in (1, 3):
+        found = []
+        for method in ("forward", "act"):
+            model = Agent()
+            seen: list[torch.dtype] = []
+            model.value.seen.register_forward_hook(lambda _, __, output, seen=seen: seen.append(output.dtype))
+            keywords: dict[str, Any] = {"compute_dtype": BF16, "cast_buffers": ("body", "count"), "stage": stage}
+            opt = ShardedSGD(model, lr=0.1, tuning=tuning(), **keywords)
+            opt.bind()
+            for step in range(2):
+                opt.zero_grad()
+                loss = (
+                    (model(batch(step).x) if method == "forward" else model.act(batch(step).x)).float().square().sum()
+                )
+                loss.backward()
+                opt.step()
+                found.append(raw(loss))
+            assert seen == [FP32, FP32]
+            assert [each.dtype for each in model.buffers()] == [FP32, torch.int64, BF16]
+            assert raw(model.body.shift) == raw(torch.full((40,), 0.3, dtype=BF16))
+            opt.close()
+            assert raw(model.body.shift) == raw(torch.full((40,), 0.3))
+        assert found[:2] == found[2:], stage
+    with raises(BindingError, "cast_buffers has the pattern 'shfit'", "named_buffers()"):
+        ShardedSGD(Agent(), lr=0.1, compute_dtype=BF16, cast_buffers=("shfit",))
+    opt = ShardedSGD(Agent(), lr=0.1, compute_dtype=BF16, cast_inputs=False)
+    opt.bind()
+    with pytest.raises(RuntimeError, match="dtype"):
+        opt.engine.takeover.module.act(batch(0).x)  # type: ignore[union-attr]
+    opt.close()
+
+
 def test_frozen_params_are_cast() -> None:
     for stage in (1, 3):
         model = Net()
         model.block.hidden.requires_grad_(False)
         opt = ShardedSGD(model, lr=0.1, stage=stage, compute_dtype=BF16, tuning=tuning())
         step_of(model, opt, batch(0))
-        assert model.block.hidden.weight.dtype is BF16
+        assert (model.seen[1], model.block.hidden.weight.dtype) == (BF16, FP32 if stage == 3 else BF16)
         model.block.hidden.requires_grad_(True)
         step_of(model, opt, batch(1))
-        assert model.block.hidden.weight.dtype is BF16
+        assert model.seen[1] is BF16
         opt.close()
+
+
+def shown_in_fp32() -> None:
+    """Outside of forward and backward a param of stage 3 has the dtype, and shows the values, of its fp32 slices."""
+    frozen = "block.back.weight"
+    seen: list[torch.dtype] = []
+    for neighbours in (True, False):
+        model, opt = made(3, tuning=tuning(neighbours=neighbours, keep_below=1))
+        model.get_parameter(frozen).requires_grad_(False)
+        model.block.hidden.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+        for step in range(2):
+            step_of(model, opt, batch(step))
+            params = dict(model.named_parameters())
+            for name, param in params.items():
+                assert param.dtype is FP32, name
+                assert (param.element_size(), param.nbytes) == (4, 4 * param.numel())
+                for made_of in (torch.zeros_like(param), param.new_empty(3), torch.empty_like(param)):
+                    assert made_of.dtype is FP32
+                assert torch.zeros_like(param, dtype=BF16).dtype is param.new_ones(2, dtype=BF16).dtype is BF16
+                assert torch.zeros_like(param).stride() == param.stride()
+            whole = exact(model)
+            for name, param in params.items():
+                shown = param.detach()
+                assert shown.dtype is FP32
+                assert raw(shown.full_tensor()) == raw(whole[name])  # type: ignore[attr-defined]
+            assert all(param.grad is not None for name, param in params.items() if name not in (frozen, "unused"))
+            opt.zero_grad()
+            assert model.float() is model  # casts nothing
+            with pytest.raises(shardopt.errors.ReleasedError, match="move and cast the model"):
+                model.bfloat16()
+        assert seen == [BF16, BF16]
+        seen.clear()
+        assert dict(opt.weights())["block.hidden.weight"].dtype is BF16
+        opt.close()
+
+
+def test_params_of_stage_3_are_fp32_outside_of_forward(ranks: Pool) -> None:
+    ranks.run(shown_in_fp32, world=2)
 
 
 def test_what_does_not_apply() -> None:
@@ -297,7 +400,7 @@ def test_what_does_not_apply() -> None:
         ShardedSGD(model, lr=0.1, compute_dtype=BF16, master="split")
     with raises(ValueError, "compute_dtype must be torch.bfloat16"):
         ShardedSGD(model, lr=0.1, compute_dtype=FP32)
-    for more in ({"cast_inputs": False}, {"output_dtype": FP32}, {"keep_fp32": ("norm",)}):
+    for more in ({"cast_inputs": False}, {"output_dtype": FP32}, {"keep_fp32": ("norm",)}, {"cast_buffers": ("s",)}):
         with raises(ValueError, "give compute_dtype=torch.bfloat16"):
             ShardedSGD(model, lr=0.1, **more)
     with raises(BindingError, "keep_fp32 has the pattern 'nrom'"):
@@ -306,11 +409,6 @@ def test_what_does_not_apply() -> None:
     model.block.hidden.bfloat16()
     opt = ShardedSGD(model, lr=0.1, compute_dtype=BF16)
     with raises(BindingError, "hand the module over in fp32"):
-        opt.bind()
-    with torch.device("meta"):
-        model = Net()
-    opt = ShardedSGD(model, lr=0.1, compute_dtype=BF16)
-    with raises(BindingError, "meta device"):
         opt.bind()
     model = Net()
     others = [param for param in model.parameters() if param is not model.block.hidden.weight]
@@ -383,24 +481,45 @@ def written() -> None:
         step_of(model, opt, batch(0))
         before = exact(model)
         with opt.unsharded(), torch.no_grad():
-            model.block.hidden.weight[3] = 0.1
-            model.block.norm.weight.mul_(2)
+            assert all(param.dtype is FP32 and param.nbytes == 4 * param.numel() for param in model.parameters())
+            assert opt.engine.domain.exact._buckets[0].whole is None  # before a value is used
+            logits = model(batch(5))["logits"]
+            assert model.seen == [BF16, BF16]
+            for rank in range(dist.get_world_size()):  # nobody reads what another rank wrote
+                if rank == dist.get_rank():
+                    assert raw(model.block.norm.weight.detach()) == raw(before["block.norm.weight"])
+                    model.block.hidden.weight[3] = 0.1
+                    model.block.norm.weight.mul_(1 + 2**-20)
+                    model.block.back.weight.data.copy_(1.1 * model.block.back.weight)
+                    found = model(batch(5))["logits"]
+                    assert model.seen == [BF16, BF16]
+                dist.barrier()
+            assert raw(found) != raw(logits)
+            with torch.enable_grad():
+                model(batch(5))["logits"].float().sum().backward()
+            opt.zero_grad()
+            copied = copy.deepcopy(model)
             if dist.get_rank() == 0:  # alone
                 inside = model.state_dict()
+            for name, param in model.named_parameters():
+                assert param.dtype is param.detach().dtype is FP32, name
         shown = exact(model)
         assert dist.get_rank() or same({name: each.clone() for name, each in inside.items()}, shown), stage
         for dtype in (FP32, torch.float16, BF16, None):
             whole = dict(opt.weights(2000, dtype))
             assert same(whole, {name: shown[name].to(each.dtype) for name, each in whole.items()}), (stage, dtype)
             assert whole["embed.weight"].dtype is (dtype or BF16)
-        hidden = before["block.hidden.weight"].clone()
-        hidden[3] = torch.tensor(0.1, dtype=BF16).float()
-        assert raw(shown["block.hidden.weight"]) == raw(hidden), stage
-        assert raw(shown["block.norm.weight"]) == raw(before["block.norm.weight"].to(BF16).mul(2).float()), stage
+        assert same({name: each.clone() for name, each in copied.state_dict().items()}, shown), stage
+        by_hand = {name: each.clone() for name, each in before.items()}
+        by_hand["block.hidden.weight"][3] = 0.1
+        by_hand["block.norm.weight"].mul_(1 + 2**-20)  # less than bf16 can tell
+        by_hand["block.back.weight"].mul_(1.1)
+        assert same(shown, by_hand), stage
+        assert raw(found) == raw(model(batch(5))["logits"]), stage
         model.load_state_dict({name: each.to(BF16) if each.dim() else each for name, each in before.items()})
         again = exact(model)
         kept = {name for name, each in before.items() if raw(each) == raw(again[name])}
-        assert kept >= {"embed.weight", "block.back.weight", "block.back.bias", "unused"}, stage
+        assert kept >= {"embed.weight", "block.back.bias", "unused"}, stage
         model.load_state_dict(before)
         assert same(exact(model), before), stage
         copies = {name: each.clone() for name, each in model.state_dict().items()}
@@ -421,6 +540,86 @@ def written() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_writes_reach_fp32_values(ranks: Pool, world: int) -> None:
     ranks.run(written, world=world)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 33), nn.LayerNorm(33), nn.Linear(33, 40))
+
+
+def made_on_meta() -> None:
+    """The initializers draw fp32 values, or a state dict gives them: masters start from these."""
+    torch.manual_seed(3 + dist.get_rank())  # rank 0's count
+    values = Net().state_dict()
+    for stage in (1, 3):
+        keywords: dict[str, Any] = {"lr": 0.01, "stage": stage, "compute_dtype": BF16, "tuning": tuning()}
+        for build, given in ((Net, {"state_dict": values}), (layers, {})):
+            with torch.device("meta"):
+                model = build()
+            model[2].weight.requires_grad_(False) if build is layers else None
+            opt = ShardedAdamW(model, **keywords)
+            torch.manual_seed(5)
+            opt.bind(**given)
+            torch.manual_seed(5)
+            plain = build()
+            if given:
+                plain.load_state_dict(given["state_dict"])
+            if build is layers:
+                plain[2].weight.requires_grad_(False)
+                trained = [name for name, _ in model.named_parameters() if stage == 3 or name != "2.weight"]
+                shown = {name: model.state_dict()[name] for name in trained}
+                whole = {name: v.full_tensor() if isinstance(v, Part) else v for name, v in shown.items()}
+                assert same(whole, {name: plain.state_dict()[name] for name in trained}), stage
+            else:
+                assert same(exact(model), dict(plain.state_dict())), stage
+                other = ShardedAdamW(plain, **keywords)
+                for step in range(2):
+                    assert raw(step_of(model, opt, batch(step))) == raw(step_of(plain, other, batch(step))), stage
+                assert same(exact(model), exact(plain)), stage
+                other.close()
+            opt.close()
+
+
+def test_model_on_the_meta_device(ranks: Pool) -> None:
+    ranks.run(made_on_meta, world=2)
+
+
+def enlarged(stage: int) -> Iterator[dict[str, Tensor]]:
+    """As ``resize_token_embeddings()`` does it: other data for the param, in the dtype that the old one shows."""
+    model, opt = made(stage)
+    model.block.back.requires_grad_(False)
+    step_of(model, opt, batch(0))
+    with opt.unsharded():
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        old = model.embed.weight
+        torch.manual_seed(1)
+        new = nn.Embedding(13, 40, dtype=old.dtype)
+        new.weight.data[:11] = old.data
+        model.embed.weight.data = new.weight.data
+    with raises(BindingError, "call optimizer.rebind()"):
+        model(batch(1))
+    opt.rebind()
+    with opt.unsharded():
+        now = {name: param.detach().clone() for name, param in model.named_parameters()}
+    assert raw(now["embed.weight"][:11]) == raw(before.pop("embed.weight"))
+    assert now["embed.weight"].dtype is FP32 and raw(now["embed.weight"]) == raw(new.weight)
+    assert all(raw(now[name]) == raw(each) for name, each in before.items())
+    model.block.back.requires_grad_(True)  # was cast, and has fp32 values from here on
+    for step in range(2):
+        step_of(model, opt, batch(step))
+        yield exact(model)
+    assert opt.state[model.block.hidden.weight]["step"] == 3
+    opt.close()
+
+
+def rebound() -> None:
+    expected = list(enlarged(1))
+    for stage in (2, 3):
+        for one, other in zip(expected, enlarged(stage), strict=True):
+            assert same(one, other), stage
+
+
+def test_rebind_keeps_fp32_values(ranks: Pool) -> None:
+    ranks.run(rebound, world=2)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

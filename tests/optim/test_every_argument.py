@@ -69,6 +69,7 @@ OPTIONS = {
     "cast_inputs": {"True", *ONE},  # False has no effect without compute_dtype
     "output_dtype": NONE,
     "keep_fp32": NOTHING,
+    "cast_buffers": NOTHING,
     "offload": NONE,
     "tuning": NONE,
 }

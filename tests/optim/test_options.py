@@ -45,6 +45,7 @@ OTHERS: dict[type[Any], dict[str, Any]] = {
         "cast_inputs": False,
         "output_dtype": torch.float32,
         "keep_fp32": ("weight",),
+        "cast_buffers": ("scale",),
         "gather_dtype": "int8",
         "error_feedback": True,
         "offload": "cpu",
@@ -80,13 +81,15 @@ BESIDES: dict[str, dict[str, Any]] = {
     "gather_dtype": {"stage": 3},
     "error_feedback": {"reduce_dtype": "int8"},
 }
-PRECISION = ("compute_dtype", "cast_inputs", "output_dtype", "keep_fp32")
+PRECISION = ("compute_dtype", "cast_inputs", "output_dtype", "keep_fp32", "cast_buffers")
 BESIDES |= {name: {"compute_dtype": torch.bfloat16} for name in PRECISION}
 
 
 def binds(options: dict[str, Any]) -> str:
     """The error, empty where there is none."""
     net = nn.Linear(8, 8)
+    if "compute_dtype" in options:
+        net.register_buffer("scale", torch.ones(1))
     net = net if "compute_dtype" in options else net.bfloat16()
     options = {"module": net, **options}
     opt = ShardedAdamW(net.parameters(), **options)

@@ -228,6 +228,8 @@ APART = {
     "ArrivingParameter": "a param while its values are under way: tests/module/test_arriving.py",
     "ReleasedParameter": "a param at stage 3 outside of forward and backward: tests/module/test_unsharded.py",
     "ReleasedDTensor": "the same of a DTensor",
+    "ReleasedExact": "the same with compute_dtype: tests/module/test_precision.py",
+    "ExactParameter": "a param in unsharded() with compute_dtype: tests/module/test_precision.py",
     "ReleasedGradient": "a gradient that was used in backward: tests/module/test_snapshots.py",
 }
 

@@ -398,7 +398,19 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert "8 ranks (tensor 2, pipeline 2; " in printed
     assert "(model, stage=1, process_group=mesh['dp'].get_group(), norm_group=dist.group.WORLD)" in printed
-    for wrong, words in ((["--tensor", "3"], "3 divides"), (["--experts", "2", "--ranks", "2"], "called experts")):
+    cast = ["--compute-dtype", "bf16"]
+    assert main(["plan", "--params", "7e5", "--ranks", "8", *cast, "--device-memory", "1G"]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 3, float32, computed in bfloat16" in printed and "params only" not in printed
+    formulas = [line.split() for line in printed.split("cheapest")[0].splitlines()]
+    assert sum("16/N" in words and "+" in words for words in formulas) == 2  # 2 + 16/N at stages 1 and 2
+    assert sum("16/N" in words and "+" not in words for words in formulas) == 1  # at stage 3
+    assert "compute_dtype=torch.bfloat16)" in printed
+    for wrong, words in (
+        (["--tensor", "3"], "3 divides"),
+        ([*cast, "--dtype", "bf16"], "omit --dtype bf16"),
+        (["--experts", "2", "--ranks", "2"], "called experts"),
+    ):
         assert main(["plan", "--params", "7e5", *wrong]) == 1 and words in capsys.readouterr().err
     least = ["--device-memory", "80M", "--dtype", "bf16", "--optimizer", "SGD"]
     assert main(["plan", "--params", "7e7", *least]) == 1

@@ -22,7 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from ...errors import CommunicationError, DisagreementError
 from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
-from .patience import is_read_alone, wait_for_collective, wait_for_message
+from .patience import await_news_of_readers, is_read_alone, wait_for_collective, wait_for_message
 
 # Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
 # before memory is allocated for it.
@@ -338,6 +338,7 @@ class Ranks:
             raise
         except RuntimeError as error:
             self.give_up(phase)
+            await_news_of_readers(self.group)
             gone = ended_ranks(self.group)
             found = f"{_look_at(gone) if gone else ''}{self.at(phase)}: {str(error).rstrip(_MARKS)}"
             raise CommunicationError(

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _TICK = 0.05  # seconds between two looks at the waits for messages
 _WITHOUT_END = timedelta(days=365)
@@ -30,6 +30,9 @@ _NEVER_SENT = (1 << 31) - 1
 
 # By group: when a rank that reads alone has last said so.
 _BEATS: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
+# By group: how many ranks read alone at this moment.
+_READERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_NEWS = 2.0  # seconds in which a rank hears that a reader was killed, once a connection of a backend has ended
 
 
 def note_beat(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -41,6 +44,25 @@ def note_beat(groups: Sequence[dist.ProcessGroup]) -> None:
 def is_read_alone(group: dist.ProcessGroup | None, since: float) -> bool:
     """True if some rank of the group has said since then that it reads alone."""
     return group is not None and _BEATS.get(group, 0.0) > since
+
+
+@contextmanager
+def attending(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """A context in which a rank of these groups reads alone."""
+    for group in groups:
+        _READERS[group] = _READERS.get(group, 0) + 1
+    try:
+        yield
+    finally:
+        for group in groups:
+            _READERS[group] -= 1
+
+
+def await_news_of_readers(group: dist.ProcessGroup | None) -> None:
+    """Waits a moment, after an exchange has failed, until it is known whether a rank that reads alone was killed."""
+    end = time.monotonic() + _NEWS
+    while group is not None and _READERS.get(group) and time.monotonic() < end:
+        time.sleep(_TICK)
 
 
 def wait_for_collective(work: Any, deadline: timedelta, group: dist.ProcessGroup) -> None:
@@ -74,7 +96,7 @@ class _MessageWait:
     group: dist.ProcessGroup
     peer: int
     seconds: float
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     is_over: bool = False
 
     def look(self) -> None:

@@ -1,0 +1,182 @@
+"""``unsharded()`` with ``compute_dtype``: params show their fp32 values, and a forward sees what these round to.
+
+Params of a bucket are in one of three states inside the context::
+
+    guarded      what reads or writes one calls show() first; dtype and size are fp32's
+    shown        plain, views of whole fp32 values
+    computing    plain, views of the bucket, which holds what fp32 values round to: in forward and backward
+
+The first use of a bucket outside of a forward reads its fp32 values from the other ranks, one-sided. An evaluation uses
+none, and takes no memory for them. The end writes this rank's slices, if anything was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kernels import codecs
+from .agreement import agreed
+
+if TYPE_CHECKING:
+    from .domain import Domain
+    from .shard import Shard
+
+
+class ExactParams:
+    """The params of a domain that were handed over in fp32, while they are whole."""
+
+    def __init__(self, domain: Domain):
+        """Collective where ranks cannot read each other's values: these are then gathered at once."""
+        self._domain = domain
+        self._buckets = [_ExactBucket(domain, each) for each in _cast_shards(domain)]
+        self.rest()
+
+    def compute(self) -> None:
+        """A forward or backward begins: params are what fp32 values round to."""
+        for each in self._buckets:
+            each.compute()
+
+    def rest(self) -> None:
+        """Forward and backward have ended: what uses a param gets fp32 values."""
+        for each in self._buckets:
+            each.guard()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Collective: writes this rank's slices of what was written, and shows params as the buckets have them.
+
+        Raises:
+            OffloadError: a rank could not write its own; raised on all ranks.
+        """
+        self.compute()
+        try:
+            self._write()
+        finally:
+            for each in self._buckets:
+                each.shard.shows_exact = False
+
+    def _write(self) -> None:
+        domain, world = self._domain, self._domain.mesh.world
+        written = [each for each in self._buckets if each.is_written()]
+        told = world.exchange([bool(written)], "leaving unsharded()")  # nobody reads the old values any more
+        if not any(any(row) for row in told):
+            return
+        if domain.sharded is not None:
+            domain.gatherer.writes.before_write(domain.sharded.transport)
+        with agreed("the end of unsharded()", world), domain.epoch.loading(), domain.all_or_nothing():
+            for each in written:
+                each.write()
+
+
+class _ExactBucket:
+    """A bucket of rounded params, and their fp32 values.
+
+    Attributes:
+        whole: 1D fp32, laid out as the bucket; None until they are used.
+    """
+
+    def __init__(self, domain: Domain, shard: Shard):
+        self._domain, self.shard, self._bucket = domain, shard, shard.bucket
+        self._is_shown = False
+        self.whole: torch.Tensor | None = None
+        shard.show_exact()
+        if domain.mesh.shard.size > 1 and domain.remote is None:
+            self.whole = domain.gather(shard, shard.exact)
+
+    def guard(self) -> None:
+        if not self._is_shown:
+            self._bucket.start_arriving(self.show, is_exact=True)
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Makes params views of their fp32 values."""
+        self._bucket.end_arriving()
+        if self.whole is None:
+            self.whole = self._read()
+        else:  # what a forward wrote counts
+            self.whole.copy_(codecs.follow(self.whole, self._bucket.flat, ties=True))
+        self._bucket.show_values(self.whole)
+        self._is_shown = True
+
+    def _read(self) -> torch.Tensor:
+        shard, bucket = self.shard, self._bucket
+        whole = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=bucket.device)
+        for index in bucket.present:
+            fetch = self._domain.fetcher(shard, index, shard.exact)
+            assert fetch is not None
+            bucket.view(whole, index, bucket.params[index]).copy_(fetch())
+        return whole
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Makes params views of the bucket, with what their fp32 values round to."""
+        if not self._is_shown:
+            self._bucket.end_arriving()
+            return
+        assert self.whole is not None
+        self._bucket.take_values(self.whole)
+        flat = self._bucket.flat
+        for own, low in zip(codecs.pieces(self.whole), codecs.pieces(flat), strict=True):
+            fits = codecs.rounds_to(own, low, ties=True)
+            if not fits.all():
+                low.copy_(torch.where(fits, low, own.to(low.dtype)))
+        self._bucket.show_values(None)
+        self._is_shown = False
+
+    def is_written(self) -> bool:
+        """True if this rank's slice differs from what is kept; params are views of the bucket."""
+        if self.whole is None:
+            return False
+        self.whole.copy_(codecs.follow(self.whole, self._bucket.flat, ties=True))
+        kept, own = self.shard.whole(self.shard.exact), self._own()
+        return not torch.equal(kept.to(own.device).view(torch.int32), own.view(torch.int32))
+
+    def write(self) -> None:
+        """Writes this rank's slice."""
+        self.shard.write_chunk(self.shard.exact, 0, self._own())
+        for param in self._bucket.params:
+            entry = self._domain.entries.get(param)
+            if entry is not None:  # not frozen
+                entry.note_replaced()
+
+    def _own(self) -> torch.Tensor:
+        assert self.whole is not None
+        return self.whole[self._bucket.layout.shard_slice(self._domain.mesh.shard.rank)]
+
+
+def _cast_shards(domain: Domain) -> list[Shard]:
+    return [each for each in (*domain.shards, *domain.frozen_shards) if each.is_cast and each.exact_slice is None]
+
+
+@contextmanager
+def exact_params(domain: Domain) -> Iterator[None]:
+    """A context of ``unsharded()``, collective at its end if the domain has params of ``compute_dtype``."""
+    if not _cast_shards(domain) or domain.exact is not None or domain.is_averaged:
+        yield
+        return
+    domain.exact = ExactParams(domain)
+    try:
+        yield
+    finally:
+        exact, domain.exact = domain.exact, None
+        if exact is not None:
+            exact.end()
+
+
+@contextmanager
+def put_away(domain: Domain) -> Iterator[None]:
+    """A context, collective at its start inside of ``unsharded()``: params are as outside, and were written."""
+    if domain.exact is None:
+        yield
+        return
+    exact, domain.exact = domain.exact, None
+    exact.end()
+    try:
+        yield
+    finally:
+        domain.finish_gather()
+        domain.exact = ExactParams(domain)
