@@ -6,8 +6,9 @@ values. With ``gather_dtype`` they are rounded at stages 1 and 2, and each owner
 ``load_state_dict()`` writes them, before torch writes what they round to. At stage 3 the params themselves are slices
 of exact values (:mod:`shardopt.domain.sharded_params`).
 
-Inside ``unsharded()`` params of ``compute_dtype`` show fp32 values themselves (:mod:`shardopt.domain.exact_params`). With
-``gather_dtype`` a state dict has whole tensors there: this rank reads them alone, and what was written to params counts.
+Inside ``unsharded()`` params of ``compute_dtype`` show fp32 values themselves
+(:mod:`shardopt.domain.exact_params`). With ``gather_dtype`` a state dict has whole tensors there: this rank reads them
+alone, and what was written to params counts.
 """
 
 from __future__ import annotations
