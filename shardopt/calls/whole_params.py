@@ -21,6 +21,7 @@ from ..tensors.unsharded_guard import ALONE
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..partition.comm.group import Ranks
+    from ..states.merged_weights import Merge, MergedModule, MergedStream
     from ..states.weight_stream import WeightStream
     from ..states.weights import Weight
 
@@ -84,8 +85,11 @@ def _alone(engine: Engine) -> Iterator[None]:
 
 
 @torch.no_grad()
-def weights(engine: Engine, bucket_bytes: object, dtype: torch.dtype | None, names: object) -> WeightStream:
+def weights(
+    engine: Engine, bucket_bytes: object, dtype: torch.dtype | None, names: object, merge: Merge | None = None
+) -> WeightStream | MergedStream:
     """Collective: see :meth:`ShardedOptimizer.weights`."""
+    from ..states.merged_weights import MergedStream
     from ..states.weight_stream import WeightStream
 
     with engine.turn.take_together("weights()"):
@@ -94,9 +98,12 @@ def weights(engine: Engine, bucket_bytes: object, dtype: torch.dtype | None, nam
         engine.finish_gathers()
         engine.bind_to_unshard()
         found: list[Weight] = []
+        merged: list[MergedModule] = []
 
         def read() -> dict[str, Any]:
-            found.extend(_weights(engine, dtype, names))
+            own, modules = _weights(engine, dtype, names, merge)
+            found.extend(own)
+            merged.extend(modules)
             # Of experts each rank has others, by names that may say so.
             told = [[each.name if len(engine.domains) < 2 else "", *each.told] for each in found]
             return {"bucket_bytes": whole(bucket_bytes, "weights(bucket_bytes=)", least=1), "weights": told}
@@ -111,18 +118,43 @@ def weights(engine: Engine, bucket_bytes: object, dtype: torch.dtype | None, nam
             given = agree_on_call("weights()", read, mates[0])
         stream = WeightStream(found, given["bucket_bytes"], mates, engine.turn)
         engine.stream = weakref.ref(stream)
-        return stream
+        return stream if merge is None else MergedStream(stream, merged, merge, dtype)
 
 
-def weights_metadata(engine: Engine, dtype: torch.dtype | None, names: object) -> dict[str, torch.Tensor]:
+def weights_metadata(
+    engine: Engine, dtype: torch.dtype | None, names: object, merge: Merge | None = None
+) -> dict[str, torch.Tensor]:
     """See :meth:`ShardedOptimizer.weights_metadata`."""
     with engine.turn.take("weights_metadata()"):
         engine.check_open()
-        return {each.name: each.meta() for each in _weights(engine, dtype, names)}
+        own, merged = _weights(engine, dtype, names, merge)
+        if not merged:
+            return {each.name: each.meta() for each in own}
+        from ..states.merged_weights import merged_metadata
+
+        found = merged_metadata(own, merged)
+        return {
+            name: each.to(dtype) if dtype is not None and each.is_floating_point() else each
+            for name, each in found.items()
+        }
 
 
-def _weights(engine: Engine, dtype: torch.dtype | None, names: object) -> list[Weight]:
+def _weights(
+    engine: Engine, dtype: torch.dtype | None, names: object, merge: Merge | None
+) -> tuple[list[Weight], list[MergedModule]]:
     module = None if engine.takeover is None else engine.takeover.module
     beside = [each for each in live_engines() if each.takeover is not None and each.takeover.module is module]
     domains = [domain for engine in beside for domain in engine.domains]
-    return weights_of(module, engine.groups, domains, dtype, names)
+    found = weights_of(module, engine.groups, domains, dtype, names)
+    if merge is None:
+        return found, []
+    from ..states.merged_weights import merged_modules
+
+    if not callable(merge) or names is not None or module is None:
+        raise ValueError(
+            "give weights(merge=) a function of a module and its weights, hand the module over, and omit names=: "
+            f"found {merge!r:.80}, names={names!r:.80}. Weights of one module are merged, and go out by other names."
+        )
+    merged = merged_modules(module, weights_of(module, engine.groups, domains, None, None), merge)
+    taken = {name for each in merged for name in each.locals}  # these are merged in their own dtype
+    return weights_of(module, engine.groups, domains, dtype, None, taken), merged

@@ -17,17 +17,21 @@ import torch
 
 from ..arguments import path, whole
 from ..domain.agreement import agree_on_call, agreed
+from ..domain.dtensors import is_dtensor
+from ..domain.param_names import without_wrappers
 from ..errors import CheckpointError
 from ..optim.optimizer import ShardedOptimizer
 from ..partition.layout import split_into_buckets
+from ..tensors.inner_tensors import is_wrapper
 from . import files
 from .export import new_file
+from .names import unwrapped
 from .records import CHUNK_BYTES, NAME_OF_DTYPE
 from .safetensors_file import SafetensorsWriter, header
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..states.weight_stream import WeightStream
+    from ..states.merged_weights import Merge
 
 
 def save_weights(
@@ -36,6 +40,8 @@ def save_weights(
     *,
     dtype: torch.dtype | None = None,
     bytes_per_file: int = 5_000_000_000,
+    merge: Merge | None = None,
+    prefix: str = "",
 ) -> None:
     """Saves whole weights and saved buffers for other libraries, as ``model.save_pretrained()`` does. Collective.
 
@@ -48,6 +54,8 @@ def save_weights(
         optimizer: of the module.
         dtype: of what is of floating point; None: its own.
         bytes_per_file: the most bytes of weights in a file, but for a single larger one.
+        merge: merges adapters, as ``optimizer.weights(merge=)`` does.
+        prefix: is taken off the names that begin with it: ``"base_model.model."`` of PEFT's models.
 
     Raises:
         CheckpointError: weights are of a kind that the format does not have; nothing was written.
@@ -60,7 +68,9 @@ def save_weights(
 
     def read() -> dict[str, Any]:
         given["directory"] = Path(path(directory, "save_weights(directory=)"))
-        metadata.update(optimizer.weights_metadata(dtype))
+        metadata.update(optimizer.weights_metadata(dtype, merge=merge))
+        if not isinstance(prefix, str):
+            raise TypeError(f"save_weights(prefix=) takes the text that names begin with, found {prefix!r:.80}.")
         if engine.options.norm_group is not None or len(engine.domains) > 1:
             raise CheckpointError(
                 "call save_checkpoint(), then `python -m shardopt export`: ranks of this model hold different params "
@@ -72,30 +82,57 @@ def save_weights(
                 f"save {unknown[0]!r} yourself: its dtype is {metadata[unknown[0]].dtype}, which safetensors files do "
                 "not have. Nothing was written."
             )
+        wrapped = next((name for name in _wrapped(engine) if name in metadata), None)
+        if wrapped is not None:
+            raise CheckpointError(
+                f"give save_weights(merge=) a function that makes plain tensors of {wrapped!r}, or save_checkpoint(): "
+                "its values lie in several tensors inside of it, and safetensors files hold plain ones. Nothing was "
+                "written."
+            )
         return {"bytes_per_file": whole(bytes_per_file, "save_weights(bytes_per_file=)", least=1)}
 
     engine.turn.check("save_weights()")
     engine.end_stream("save_weights()")
     most = agree_on_call("save_weights()", read, engine.ranks())["bytes_per_file"]
     with agreed("save_weights()", engine.ranks()):
-        _write(given["directory"], engine, metadata, most, dtype)
+        _write(given["directory"], engine, metadata, most, dtype, merge, prefix)
+
+
+def _wrapped(engine: Engine) -> Iterator[str]:
+    """Yields the names of params that are quantized weights with other tensors inside."""
+    module = None if engine.takeover is None else unwrapped(engine.takeover.module)
+    for name, param in () if module is None else module.named_parameters():
+        if is_wrapper(param) and not is_dtensor(param):
+            yield without_wrappers(name)
 
 
 def _write(
-    directory: Path, engine: Engine, metadata: Mapping[str, torch.Tensor], most: int, dtype: torch.dtype | None
+    directory: Path,
+    engine: Engine,
+    metadata: Mapping[str, torch.Tensor],
+    most: int,
+    dtype: torch.dtype | None,
+    merge: Merge | None,
+    prefix: str,
 ) -> None:
     from ..calls.whole_params import weights
 
     # Closed ahead of the ranks' meeting: an error keeps what its frames refer to.
-    with closing(weights(engine, min(most, 256 << 20), dtype, None)) as stream:
+    with closing(weights(engine, min(most, 256 << 20), dtype, None, merge)) as stream:
         if engine.ranks().rank:
             for _ in stream:
                 pass
         else:
-            _write_stream(directory, stream, metadata, most)
+            _write_stream(directory, stream, metadata, most, prefix)
 
 
-def _write_stream(directory: Path, stream: WeightStream, metadata: Mapping[str, torch.Tensor], most: int) -> None:
+def _write_stream(
+    directory: Path,
+    stream: Iterator[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, torch.Tensor],
+    most: int,
+    prefix: str,
+) -> None:
     files.make_directories(directory)
     names, count = list(metadata), 0
     parts = split_into_buckets([metadata[name].nbytes for name in names], most)
@@ -105,8 +142,9 @@ def _write_stream(directory: Path, stream: WeightStream, metadata: Mapping[str, 
             few = len(parts) == 1
             target = "model.safetensors" if few else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
             own = [names[at] for at in part]
-            name_of.update(dict.fromkeys(own, target))
-            head = header([(name, metadata[name].dtype, metadata[name].shape) for name in own], {"format": "pt"})
+            shown = {name: name.removeprefix(prefix) for name in own}
+            name_of.update(dict.fromkeys(shown.values(), target))
+            head = header([(shown[name], metadata[name].dtype, metadata[name].shape) for name in own], {"format": "pt"})
             _, file = made.enter_context(new_file(directory / target))
             with SafetensorsWriter(file, head) as writer:
                 for name in own:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..domain.timings import Timings
     from ..engine import Engine
     from ..rules import Rule
+    from ..states.merged_weights import Merge, MergedStream
     from ..states.weight_stream import WeightStream
     from ..units.schedule import Schedule
     from ..units.unit_view import UnitView
@@ -290,7 +291,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         bucket_bytes: int = 256 << 20,
         dtype: torch.dtype | None = None,
         names: Iterable[str] | None = None,
-    ) -> WeightStream:
+        merge: Merge | None = None,
+    ) -> WeightStream | MergedStream:
         """Iterates over ``(name, whole tensor)`` of all params and saved buffers, in the order of the state dict.
 
         Collective: every rank takes all of them, and they are of one step. Works at every stage; at stage 3 params are
@@ -302,6 +304,9 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
             bucket_bytes: of what is gathered at a time. At most two buckets and the largest param take memory.
             dtype: of what is of floating point; None: its own. Values travel in it.
             names: only these, as in :meth:`weights_metadata`.
+            merge: a function of a module and of its whole weights, by their names in the module. It returns the tensors
+                that go out in their place (adapters merged into what they adapt), or None, and is then asked for the
+                modules inside. It is called first with tensors on the meta device, for shapes and dtypes.
 
         Raises:
             DisagreementError: ranks ask for different weights, or one cannot read its own.
@@ -309,15 +314,15 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """
         from ..calls import whole_params
 
-        return whole_params.weights(self.engine, bucket_bytes, dtype, names)
+        return whole_params.weights(self.engine, bucket_bytes, dtype, names, merge)
 
     def weights_metadata(
-        self, dtype: torch.dtype | None = None, names: Iterable[str] | None = None
+        self, dtype: torch.dtype | None = None, names: Iterable[str] | None = None, merge: Merge | None = None
     ) -> dict[str, torch.Tensor]:
         """Returns tensors on the meta device, by name, in the order of :meth:`weights`. Local; nothing is gathered."""
         from ..calls import whole_params
 
-        return whole_params.weights_metadata(self.engine, dtype, names)
+        return whole_params.weights_metadata(self.engine, dtype, names, merge)
 
     @_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -95,6 +95,7 @@ def weights_of(
     domains: Sequence[Domain],
     dtype: torch.dtype | None,
     names: object,
+    as_they_are: Collection[str] = (),
 ) -> list[Weight]:
     """Returns the weights that are asked for, tied ones once, under their first name.
 
@@ -102,6 +103,7 @@ def weights_of(
         module: None: the params of named groups, and no buffers.
         domains: of all optimizers of the module.
         dtype: of those of floating point; None: their own.
+        as_they_are: names of those that keep their dtype.
 
     Raises:
         ShardoptError: params have no names.
@@ -113,7 +115,9 @@ def weights_of(
     named = dict(_named_in(groups) if module is None else _named(module, coded))
     asked = named if names is None else _asked(texts(names, "weights(names=)", '["head.weight"]'), named)
     return [
-        _weight(name, each, dtype if _is_cast(each) and each not in coded else None, domains)
+        _weight(
+            name, each, dtype if _is_cast(each) and each not in coded and name not in as_they_are else None, domains
+        )
         for name, each in named.items()
         if name in asked
     ]

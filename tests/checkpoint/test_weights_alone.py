@@ -68,3 +68,73 @@ def saves(root: str, stage: int) -> None:
 def test_saved_as_others_load_it(ranks: Pool, tmp_path: Path) -> None:
     for stage in (1, 3):
         ranks.run(saves, str(tmp_path), stage, world=2)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer with an adapter, as PEFT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(24, 24).requires_grad_(False)
+        self.a, self.b = (torch.nn.Linear(*shape, bias=False) for shape in ((24, 3), (3, 24)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.tanh(self.base(x) + self.b(self.a(x)))
+        return found
+
+
+def merge(module: torch.nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    if not isinstance(module, Adapted):
+        return None
+    return {"weight": own["base.weight"] + own["b.weight"] @ own["a.weight"], "bias": own["base.bias"]}
+
+
+def wrong(module: torch.nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    found = merge(module, own)
+    is_last = dist.get_rank() == dist.get_world_size() - 1 and not any(each.is_meta for each in own.values())
+    return found if found is None or not is_last else {**found, "more": found["weight"]}
+
+
+def merges(root: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 24), *(Adapted() for _ in range(3)), torch.nn.Linear(24, 24))
+    opt = ShardedSGD(model, **RATES, stage=3, tuning=small())
+    train_step_of(model, opt)
+    with opt.unsharded():
+        own = {name: each.detach().clone() for name, each in model.named_parameters()}
+    expected = {f"{at}.{kind}": own[f"{at}.{kind}"] for at in (0, 4) for kind in ("weight", "bias")}
+    for at in (1, 2, 3):
+        expected[f"{at}.weight"] = own[f"{at}.base.weight"] + own[f"{at}.b.weight"] @ own[f"{at}.a.weight"]
+        expected[f"{at}.bias"] = own[f"{at}.base.bias"]
+    for dtype in (None, torch.bfloat16):
+        wanted = {name: each.to(dtype or each.dtype) for name, each in expected.items()}  # rounded once, merged
+        found, metadata = dict(opt.weights(2000, dtype, merge=merge)), opt.weights_metadata(dtype, merge=merge)
+        assert found.keys() == wanted.keys() and list(metadata) == list(found)
+        assert all(torch.equal(found[name], each) and found[name].dtype is each.dtype for name, each in wanted.items())
+        assert all(
+            (each.shape, each.dtype) == (found[name].shape, found[name].dtype) for name, each in metadata.items()
+        )
+    shardopt.save_weights(root, opt, merge=merge, prefix="1.", bytes_per_file=6000)
+    dist.barrier()
+    saved = {name: each for file in Path(root).glob("*.safetensors") for name, each in load_file(file).items()}
+    assert saved.keys() == {name.removeprefix("1.") for name in expected} and saved["weight"].equal(
+        expected["1.weight"]
+    )
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with raises(ValueError if is_last else StateError, "meta device" if is_last else "left its loop"):
+        for _ in opt.weights(2000, merge=wrong):
+            pass
+    assert dict(opt.weights()).keys() == own.keys()  # that loop has ended on all ranks
+    with raises(ValueError, "omit names="):
+        opt.weights(merge=merge, names=["0.weight"])
+    opt.close()
+
+
+def train_step_of(model: torch.nn.Module, opt: ShardedSGD) -> None:
+    model(torch.ones(2, 24)).square().sum().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_adapters_are_merged_as_they_go_out(ranks: Pool, world: int, tmp_path: Path) -> None:
+    ranks.run(merges, str(tmp_path), world=world)

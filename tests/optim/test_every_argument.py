@@ -159,7 +159,14 @@ SAVE = {
     "full_precision": FLAG,
     "names": NONE,
 }
-SAVE_WEIGHTS = {"directory": {"text"}, "optimizer": NOTHING, "dtype": NONE, "bytes_per_file": ONE}
+SAVE_WEIGHTS = {
+    "directory": {"text"},
+    "optimizer": NOTHING,
+    "dtype": NONE,
+    "bytes_per_file": ONE,
+    "merge": NONE,
+    "prefix": {"text"},
+}
 LOAD = {"directory": NOTHING, "module": NOTHING, "optimizer": NONE, "strict": FLAG, "names": NONE}
 VERIFY = {
     "build": NOTHING,

@@ -43,8 +43,8 @@ METHODS = {
     "timings": {},
     "schedule": {},
     "unsharded": {"ema": FLAG, "alone": FLAG},
-    "weights": {"bucket_bytes": ONE, "dtype": NONE, "names": NONE},
-    "weights_metadata": {"dtype": NONE, "names": NONE},
+    "weights": {"bucket_bytes": ONE, "dtype": NONE, "names": NONE, "merge": NONE},
+    "weights_metadata": {"dtype": NONE, "names": NONE, "merge": NONE},
     "zero_grad": {"set_to_none": EVERYTHING},  # as torch's: what counts is whether it is true
 }
 

@@ -147,7 +147,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "optimizer": None, "extra": None, "step": None, "keep": None, "asynchronous": False, "allow_nonfinite": False,
         "full_precision": False, "names": None,
     },
-    "save_weights": {"dtype": None, "bytes_per_file": 5_000_000_000},
+    "save_weights": {"dtype": None, "bytes_per_file": 5_000_000_000, "merge": None, "prefix": ""},
     "verify": {
         "steps": 20, "optimizer": shardopt.ShardedAdamW, "reference": None, "loss": None, "stages": (0, 1, 2, 3),
         "ways": ({},), "tolerance": 1e-3,
@@ -165,8 +165,8 @@ DEFAULTS_OF_METHODS: dict[str, dict[str, Any]] = {
     "reload": {"states": True},
     "step": {"closure": None},
     "unsharded": {"ema": False, "alone": False},
-    "weights": {"bucket_bytes": 256 << 20, "dtype": None, "names": None},
-    "weights_metadata": {"dtype": None, "names": None},
+    "weights": {"bucket_bytes": 256 << 20, "dtype": None, "names": None, "merge": None},
+    "weights_metadata": {"dtype": None, "names": None, "merge": None},
     "zero_grad": {"set_to_none": True},
 }
 
