@@ -22,10 +22,14 @@ def _seconds(value: object, what: str) -> float:
     return min(number(value, what, above=0, or_none=own), _YEARS)
 
 
-def _flag_or_texts(value: Any, what: str) -> bool | tuple[str, ...]:
+def _who_holds(value: Any, what: str) -> bool | int | str | tuple[str, ...]:
+    if isinstance(value, str) and value == "host":
+        return "host"
     if isinstance(value, str | Sequence | AbstractSet):
         return texts(value, what, '("layers.*",)')
-    return flag(value, what, " or patterns of names")
+    if isinstance(value, bool):
+        return value
+    return whole(value, what, least=0, or_none=', True, False, "host", or patterns of names')
 
 
 def _number_or_lists(value: Any, what: str) -> int | dict[str, tuple[str, ...]]:
@@ -62,9 +66,13 @@ class Tuning:
             where ranks read each other's memory (``prefetch`` and ``reshard_after_forward`` say more).
         units: stage 3: what a unit is, in place of what is found: module classes, modules, patterns of module names.
             Each module named is a unit with all its params; the outermost counts. What remains has a unit for each
-            module with params of its own.
+            module with params of its own. The model itself, as ``units=(model,)``, is one unit: one gather, and one
+            graph of ``torch.compile``.
         reshard_after_forward: stage 3: False: units stay gathered from the forward to the backward, which needs their
-            memory and saves their second gather. Or patterns of names of units: the others stay.
+            memory and saves their second gather. Or patterns of names of units: the others stay. Or a number of ranks,
+            which divides those that share params: each rank keeps one part in so many of each unit, 1 / number of its
+            bytes, from a gather until slices change, and the backward's gather runs among that many ranks that follow
+            each other. ``"host"``: the ranks of a host, of which all hosts have as many.
         prefetch: stage 3, where params travel: how many units are gathered ahead of the one in use; or a dict from the
             name of a unit to the names of those whose gather starts with its use, in forward and backward. None: as
             many as the budget allows.
@@ -121,10 +129,11 @@ class Tuning:
         parts_of_model,
         compared=lambda given: [each if isinstance(each, str) else _class_name(each) for each in given],
     )
-    reshard_after_forward: bool | Sequence[str] = option(
+    reshard_after_forward: bool | int | Literal["host"] | Sequence[str] = option(
         True,
-        "stage 3: False: units stay gathered until the backward; or patterns of names: the other units stay",
-        _flag_or_texts,
+        "stage 3: False: units stay gathered until the backward; or patterns of names: the other units stay; or how "
+        'many ranks, or `"host"`, [hold them between them](stages.md#held-by-fewer-ranks)',
+        _who_holds,
     )
     prefetch: int | Mapping[str, Sequence[str]] | None = option(
         None,

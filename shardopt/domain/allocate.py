@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
     from ..partition.comm.all_gather import ShardCode, Window
     from ..partition.layout import BucketLayout
+    from ..units.secondary import SecondaryShard
     from ..units.unit import ParamShard
     from .bucket_plan import PlannedBucket
     from .domain import Domain
@@ -50,6 +51,7 @@ class AllocatedBucket:
         own: this rank's slice of the params apart from the bucket, at stage 3.
         code: the form in which params travel, to a pass at stage 3, else after an update; None: as they are.
         window: on the params, once ranks are connected.
+        secondary: this rank's part of what is gathered, if ranks keep parts.
         sums_window: on the sums; None: no other rank reads them.
     """
 
@@ -59,6 +61,7 @@ class AllocatedBucket:
     own: ParamShard | None = None
     code: ShardCode | None = None
     window: Window | None = None
+    secondary: SecondaryShard | None = None
     sums_window: Window | None = None
 
 

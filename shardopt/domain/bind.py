@@ -183,7 +183,8 @@ def _adopt(domain: Domain, links: Links, made: Sequence[AllocatedBucket], units:
         if each.own is not None:
             assert links.sharded is not None and each.window is not None
             unit = units[domain.owner_of(each.shard.bucket.params[0])]
-            links.sharded.shard_params(each.shard, each.own, each.window, unit, not each.entries, domain.owner_of)
+            of_bucket = each.shard, each.own, each.window, each.secondary
+            links.sharded.shard_params(*of_bucket, unit, not each.entries, domain.owner_of)
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

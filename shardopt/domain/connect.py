@@ -20,6 +20,8 @@ from .sharded_params import ShardedParams
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostLanding
+    from ..partition.comm.group import Ranks
+    from ..partition.comm.holders import Holders
     from .allocate import AllocatedBucket
     from .domain import Domain
 
@@ -49,11 +51,21 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
         else:
             gatherer = shared
         of_domain = (transport, domain.gather, domain.gather_slices, domain.fetcher, domain.name_of)
-        sharded = ShardedParams(gatherer, *of_domain, leads=shared is None)
+        holders = _holders(tuning.reshard_after_forward, mesh.shard, transport, of_experts=shared is not None)
+        sharded = ShardedParams(gatherer, *of_domain, leads=shared is None, holders=holders)
     remote = RemoteStates.connect(domain) if mesh.shard.size > 1 else None
     if remote is not None:
         undo.callback(remote.close)
     return Links(shards, replicas, reducer, landing, sharded, remote)
+
+
+def _holders(asked: object, ranks: Ranks, transport: Transport, of_experts: bool) -> Holders | None:
+    if isinstance(asked, bool):
+        return None
+    from .holding import members_of  # here, as nearly no training has holders
+
+    members = members_of(asked, ranks, of_experts)
+    return None if members is None else transport.holders(members)
 
 
 def open_windows(links: Links, made: Sequence[AllocatedBucket]) -> None:
@@ -69,3 +81,4 @@ def open_windows(links: Links, made: Sequence[AllocatedBucket]) -> None:
         if each.own is not None:
             assert links.sharded is not None
             each.window = replace(links.sharded.window(each.shard.bucket, each.own), code=each.code)
+            each.secondary = links.sharded.secondary(each.window)

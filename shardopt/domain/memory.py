@@ -75,6 +75,8 @@ def _add_shards(found: dict[str, Counter[str]], domain: Domain, slices: str) -> 
         found["state"]["device" if domain.device.type == "cpu" else "host"] += of_margins
     for shard in (*domain.shards, *domain.frozen_shards):
         found["param"]["device"] += shard.bucket.resident_bytes
+        if shard.gathered is not None and shard.gathered.secondary is not None:
+            found["param"]["device"] += shard.gathered.secondary.nbytes
         if shard.param_bytes:
             is_asleep = domain.sharded is not None and domain.sharded.is_asleep
             found["param"][domain.sharded.sleeps_in if is_asleep and domain.sharded else slices] += shard.param_bytes

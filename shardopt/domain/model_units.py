@@ -84,16 +84,22 @@ def gathering_budget(tuning: Tuning, travels: bool) -> Budget:
         math.inf if tuning.live_bytes is None else tuning.live_bytes,
         units,
         travels,
-        resharded if isinstance(resharded, bool) else tuple(resharded),
+        _is_resharded(resharded),
         prefetch if isinstance(prefetch, Mapping) else None,
     )
+
+
+def _is_resharded(asked: bool | int | str | Sequence[str]) -> bool | tuple[str, ...]:
+    if isinstance(asked, bool):
+        return asked
+    return asked not in (0, 1) if isinstance(asked, int | str) else tuple(asked)  # one rank holds all of a unit
 
 
 def check_names(units: Sequence[UnitPlan], tuning: Tuning) -> None:
     """Raises BindingError if an option names a unit that there is not."""
     names = [unit.name for unit in units]
     asked: dict[str, Sequence[str]] = {}
-    if not isinstance(tuning.reshard_after_forward, bool):
+    if not isinstance(tuning.reshard_after_forward, int | str):
         asked["reshard_after_forward"] = tuning.reshard_after_forward
     if isinstance(tuning.prefetch, Mapping):
         asked["prefetch"] = [*tuning.prefetch, *(name for named in tuning.prefetch.values() for name in named)]
@@ -156,7 +162,8 @@ def _split_called(root: nn.Module, given: Sequence[Any]) -> Iterator[tuple[str, 
     """Yields what ``_split`` does for each module that a script calls, after the name of that module."""
     said, seen = _said(root, given) if given else None, set[nn.Module]()
     for called in called_modules(root):
-        if called.name and called.module not in seen and _is_unit(called.module, said):
+        is_unit = _is_unit(called.module, said) if called.name else said is not None and called.module in said
+        if is_unit and called.module not in seen:
             seen.add(called.module)
             yield called.name, called.name, called.module, True
             continue
@@ -183,7 +190,7 @@ def _said(root: nn.Module, given: Sequence[Any]) -> set[nn.Module]:
         else:
             own = [
                 each for _, each in named if each is wanted or (isinstance(wanted, type) and isinstance(each, wanted))
-            ]
+            ] or [root] * (root is wanted)  # of a class, only modules inside of the model
         if not own:
             raise BindingError(
                 "name modules of this model that have params (classes, modules, or names as in model.named_modules(), "

@@ -23,10 +23,12 @@ from .shard import Shard
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import Window
+    from ..partition.comm.holders import Holders
     from ..partition.comm.transport import Transport
     from ..partition.layout import Piece
     from ..partition.readable import Readable
     from ..units.gatherer import Gatherer
+    from ..units.secondary import SecondaryShard
     from ..units.unit import GatheredBucket, ParamShard
     from .model_units import UnitPlan
 
@@ -55,15 +57,18 @@ class ShardedParams:
         fetcher: Fetcher,
         name_of: Namer,
         leads: bool = True,
+        holders: Holders | None = None,
     ):
         """
         Args:
             transport: by which the params are gathered.
+            holders: the ranks that keep parts of what was gathered; None: no rank does.
             name_of: the user's name of a param.
             leads: this domain compares the orders of units.
         """
         self.gatherer, self.transport, self.leads = gatherer, transport, leads
-        gatherer.connect(transport)
+        self._holders = holders
+        gatherer.connect(transport, holders is not None)
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}  # of params as the model has them
         self._places: dict[torch.nn.Parameter, tuple[Shard, int]] = {}
         self.frozen: list[Shard] = []  # of params that do not train
@@ -102,11 +107,20 @@ class ShardedParams:
             return self.transport.open(bucket.flat, bucket.layout.shard_numel)
         return self.transport.open_detached(bucket.flat, own.memory)
 
+    def secondary(self, window: Window) -> SecondaryShard | None:
+        """Collective: allocates this rank's part of what a window gathers, if ranks keep parts."""
+        if self._holders is None:
+            return None
+        from ..units.secondary import SecondaryShard  # here, as nearly no training has holders
+
+        return SecondaryShard(self.transport, self._holders, window)
+
     def shard_params(
         self,
         shard: Shard,
         own: ParamShard,
         window: Window,
+        secondary: SecondaryShard | None,
         unit: tuple[int, UnitPlan],
         is_frozen: bool,
         owner_of: Callable[[torch.Tensor], torch.nn.Parameter],
@@ -117,8 +131,9 @@ class ShardedParams:
             owner_of: returns the param whose inner tensor this is; a plain param itself.
         """
         number, plan = unit
-        new = Unit(plan.name, number, self.transport, plan.is_spread, called=plan.called)
+        new = Unit(plan.name, number, self.transport, plan.is_spread, called=plan.called, holders=self._holders)
         gathered = shard.release_params(self.gatherer, own, window, new)
+        gathered.secondary = secondary
         if is_frozen:
             self.frozen.append(shard)
         for index, param in enumerate(shard.bucket.outers):

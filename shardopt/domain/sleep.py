@@ -89,6 +89,9 @@ def put_to_sleep(domain: Domain, to: Offload) -> Callable[[], None]:
     def end() -> None:
         for each in beds:
             each.lie_down()
+        for shard in (*domain.shards, *domain.frozen_shards):
+            if shard.gathered is not None and shard.gathered.secondary is not None:
+                shard.gathered.secondary.free()
         sharded.asleep = beds
         sharded.sleeps_in = "host" if to.directory is None else "disk"
 

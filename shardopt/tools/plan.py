@@ -136,7 +136,7 @@ class Planner:
         packed = self._options.gather_dtype
         gathered = way.seen.itemsize if packed is None else itemsize_of(TRAFFIC_FORMATS[packed])
         owed = way.has_module and self._options.feeds_back_at(way.stage)
-        kinds = bytes_of(laid, way, reduced, self._options.tuning, owed)
+        kinds = bytes_of(laid, way, reduced, gathered, self._options.tuning, owed)
         if packed is not None:  # messages lie beside what they will fill until they are decoded
             kinds["window"]["device"] += int(laid.window / way.seen.itemsize * gathered)
             if way.stage in (1, 2):

@@ -30,12 +30,13 @@ _FP32, _RESIDUAL = 4, 2
 
 
 def bytes_of(
-    laid: StageLayout, way: Way, reduced: torch.dtype, tuning: Tuning, feeds_back: bool
+    laid: StageLayout, way: Way, reduced: torch.dtype, travels: float, tuning: Tuning, feeds_back: bool
 ) -> dict[str, dict[str, int]]:
     """Returns the bytes by kind and tier.
 
     Args:
         reduced: the dtype of buffers of gradients.
+        travels: bytes of an element of a param on its way, at stage 3.
         feeds_back: what quantizing takes from gradients is kept.
     """
     kinds: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
@@ -53,6 +54,8 @@ def bytes_of(
             held = shard if bucket.shards_params else bucket.layout.numel
             states = sum(int(shard * itemsize_of(bucket.formats.states[each])) for each in bucket.states)
             add("param", "device", count * held * _of_param(bucket, way))
+            if domain.parts and bucket.shards_params:  # of what travels
+                add("param", "device", int(count * bucket.layout.numel // domain.parts * travels))
             for tier, those in tiers.items():
                 add("master", tier, those * int(shard * itemsize_of(bucket.formats.master)))
                 add("state", tier, those * states)

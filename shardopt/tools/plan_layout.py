@@ -14,6 +14,7 @@ from torch import nn
 from ..config import Options
 from ..domain.bucket_plan import NO_MATRICES, MatrixStats, PlannedBucket, matrix_stats, plan_buckets
 from ..domain.formats import OWN_DTYPE, formats_for
+from ..domain.holding import parts_of
 from ..domain.model_units import gathering_budget, units_of
 from ..domain.param_names import matching
 from ..partition.zero_stage import ZeroStage
@@ -43,6 +44,8 @@ class DomainLayout:
         matrices: the matrices that each step makes whole.
         gathered: elements that a step gathers; an element that is gathered twice counts twice.
         order: the numbers of ``buckets``, once for each bucket, in backward order.
+        regathered: elements that it gathers from parts, likewise.
+        parts: in how many parts ranks hold what was gathered; 0: they hold none.
     """
 
     ranks: int
@@ -51,6 +54,8 @@ class DomainLayout:
     buckets: EqualBuckets
     gathered: int
     order: Sequence[int]
+    regathered: int = 0
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,18 +151,22 @@ class ModelLayout:
                 equal[name][key] = bucket, count + 1
                 orders[name].append(numbers[name].setdefault(key, len(numbers[name])))
         window, turns = self._gathered(units, stage)
-        domains = {
-            name: DomainLayout(
-                ranks,
-                sum(sum(bucket.layout.numels) * count for bucket, count in equal[name].values()),
-                matrices[name],
-                list(equal[name].values()),
-                sum(numel * turns[name, unit] for unit, numel in numels[name].items()),
-                orders[name],
-            )
-            for name, ranks in sizes.items()
-            if equal[name]
-        }
+        domains: dict[str, DomainLayout] = {}
+        for name, ranks in sizes.items():
+            if equal[name]:
+                parts = parts_of(tuning.reshard_after_forward, ranks, name == "experts") if numels[name] else 0
+                gathered = sum(numel * turns[name, unit] for unit, numel in numels[name].items())
+                first = sum(numels[name].values())  # of each step: from then on ranks hold parts
+                domains[name] = DomainLayout(
+                    ranks,
+                    sum(sum(bucket.layout.numels) * count for bucket, count in equal[name].values()),
+                    matrices[name],
+                    list(equal[name].values()),
+                    first if parts else gathered,
+                    orders[name],
+                    gathered - first if parts else 0,
+                    parts,
+                )
         kept, shares = self._kept_states(formats_for(rule, asked, way.seen, tuning.compress_from), way, stage)
         margins = sum(
             4 * math.prod(rule.state_shape(margin, param.shape))  # whole on every tensor rank too

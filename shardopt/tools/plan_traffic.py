@@ -62,7 +62,8 @@ def _received(domain: DomainLayout, way: Way, sum_bytes: int, reduced: float, ga
         sum(bucket.layout.numels) * count for bucket, count in domain.buckets if way.stage == 3 and bucket.shards_params
     )
     moved = domain.numel * gradients + (domain.numel - sharded) * params + domain.gathered * gathered
-    return int(moved) * (domain.ranks - 1) // domain.ranks
+    from_parts = int(domain.regathered * gathered) * (domain.parts - 1) // max(domain.parts, 1)
+    return int(moved) * (domain.ranks - 1) // domain.ranks + from_parts
 
 
 def _in_slices(domain: DomainLayout, way: Way) -> int:

@@ -79,10 +79,14 @@ class Gatherer:
         self._pass: ModelPass | None = None
         self._freed: list[Memory] = []  # by this use; the next gather takes their pages
 
-    def connect(self, transport: Transport) -> None:
-        """Adds a transport by which units will be gathered."""
+    def connect(self, transport: Transport, holds_parts: bool = False) -> None:
+        """Adds a transport by which units will be gathered.
+
+        Args:
+            holds_parts: ranks keep parts of what was gathered, so that others wait until these are there.
+        """
         self.writes.transports.append(transport)
-        self.waits_for_others = self.waits_for_others or transport.overlaps
+        self.waits_for_others = self.waits_for_others or transport.overlaps or holds_parts
 
     def add(self, bucket: Bucket, own: ParamShard, window: Window, unit: Unit) -> GatheredBucket:
         """Adds a bucket to a unit, and frees the bucket's memory; ``own`` holds this rank's slice."""
@@ -91,6 +95,7 @@ class Gatherer:
         self._reshard(unit)  # its other buckets may still be gathered
         unit.buckets.append(GatheredBucket(bucket, own, window, unit))
         unit.has_code |= window.code is not None
+        unit.held_at = None
         self.orders.forget_schedules()
         return unit.buckets[-1]
 
@@ -220,16 +225,25 @@ class Gatherer:
             if may_be_coded or not unit.is_coded:
                 return
             self._wait_for_unshard(unit)  # and then the exact values follow, into the same memory
-        is_coded = may_be_coded and unit.has_code and self._alone is None
-        gathering = (
-            unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
-            if self._alone is None
-            else self._alone(unit)
-        )
+        trains, holders, phase = may_be_coded and self._alone is None, unit.holders, f"gathering {unit.display_name}"
+        is_coded, is_held, keeps_at = trains and unit.has_code, False, None
+        if holders is not None and trains:
+            now = self.writes.count[unit.transport]
+            is_held = unit.held_at == now
+            keeps_at = None if is_held else now
+        if is_held and holders is not None:
+            gathering = holders.all_gather(phase, GATHER_TIMEOUT)
+        elif self._alone is None:
+            gathering = unit.transport.all_gather(phase, GATHER_TIMEOUT)
+        else:
+            gathering = self._alone(unit)
         try:
             for each in unit.buckets:
                 if is_sharded:
                     each.bucket.allocate(self._pages_for(each.bucket))
+                if is_held:
+                    each.put_part()
+                    continue
                 each.param_shard.read(each.bucket.shard(unit.transport.ranks.rank))
                 if is_coded:
                     each.encode()
@@ -242,9 +256,10 @@ class Gatherer:
         # Set before the gather starts: after an error in the middle, memory is freed only once what was started has
         # arrived.
         unit.gathering, unit.state, unit.is_coded = gathering, UnitState.UNSHARDING, is_coded
+        unit.keeps_at = keeps_at
         with label("gather", unit.display_name):
             for each in unit.buckets:
-                window = each.messages or each.window
+                window = each.parts or each.messages or each.window
                 gathering.start(window)
                 unit.transport.traffic.params += window.nbytes_received
 
@@ -256,13 +271,19 @@ class Gatherer:
             if unit.gathering.ends:  # none on one rank
                 with self.waiting(unit.display_name):
                     unit.gathering.finish()
-            if unit.is_coded:
+            if unit.keeps_at is not None:
+                for each in unit.buckets:
+                    each.keep_part()
+                unit.held_at, unit.keeps_at = unit.keeps_at, None
+            if unit.is_coded or unit.holders is not None:
                 for each in unit.buckets:
                     each.decode()
         except BaseException as error:
             # The memory is not freed: what other ranks have sent may still arrive there.
             unit.gathering, unit.state = None, UnitState.SHARDED
             self._gathered.pop(unit)
+            for each in unit.buckets:
+                each.messages = each.parts = None
             if isinstance(error, CommunicationError) and self.waits_for_others:
                 raise CommunicationError(
                     "run as many forwards and backwards on every rank, and what ranks do on their own (generate(), an "
@@ -502,6 +523,7 @@ class Gatherer:
     def drop_all(self) -> None:
         """Reshards all units: their slices are about to change, or the pass was abandoned."""
         self._pass = None
+        self.writes.count.update(self.writes.transports)
         self.orders.forget()
         self.on_drop()
         for unit in list(self._gathered):

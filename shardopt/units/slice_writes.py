@@ -11,6 +11,7 @@ Over other connections each rank sends its own slice, and these waits return at 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError
@@ -26,11 +27,13 @@ class SliceWrites:
     Attributes:
         transports: in one order on all ranks.
         written: those of slices that some ranks may not have written yet.
+        count: how often slices of each may have changed, the same on all of its ranks.
     """
 
     def __init__(self) -> None:
         self.transports: list[Transport] = []
         self.written: set[Transport] = set()
+        self.count: Counter[Transport] = Counter()
 
     @property
     def is_alone(self) -> bool:
@@ -39,6 +42,7 @@ class SliceWrites:
 
     def before_write(self, transport: Transport) -> None:
         """Collective at the first of several writes: waits until no rank reads the old values."""
+        self.count[transport] += 1
         if transport not in self.written:
             transport.barrier("waiting for ranks that still gather params")
             self.written.add(transport)

@@ -13,7 +13,9 @@ import torch
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import AllGather, Window
+    from ..partition.comm.holders import Holders
     from ..partition.comm.transport import Transport
+    from .secondary import SecondaryShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,8 @@ class GatheredBucket:
     Attributes:
         window: on the bucket's buffer; the ranks' own slices lie elsewhere.
         messages: the window that fills while the unit is gathered, where slices travel encoded; None: ``window`` does.
+        secondary: this rank's part of what was gathered, for the next gather; None: there is none.
+        parts: the window on the same memory that fills while other ranks' parts are gathered.
     """
 
     bucket: Bucket
@@ -72,15 +76,29 @@ class GatheredBucket:
     window: Window
     unit: Unit
     messages: Window | None = None
+    secondary: SecondaryShard | None = None
+    parts: Window | None = None
 
     def encode(self) -> None:
         """Makes the message of this rank's slice, which is in its place in the bucket, to be gathered in its stead."""
         if self.window.code is not None and self.window.nbytes_received:
             self.messages = self.window.encoded(self.unit.transport.ranks.rank)
 
+    def put_part(self) -> None:
+        """Puts this rank's part of what was gathered before in its place, to be gathered anew."""
+        assert self.secondary is not None
+        if self.window.code is not None:
+            self.messages = self.window.for_messages()
+        self.parts = self.secondary.window((self.messages or self.window).flat)
+
+    def keep_part(self) -> None:
+        """Keeps this rank's part of what was gathered; the current stream has waited for it."""
+        if self.secondary is not None:
+            self.secondary.keep((self.messages or self.window).flat, self.unit.display_name)
+
     def decode(self) -> None:
         """Fills the bucket with what was gathered; the current stream has waited for it."""
-        messages, self.messages = self.messages, None
+        messages, self.messages, self.parts = self.messages, None, None
         if messages is not None:
             self.window.decode(messages)
 
@@ -101,6 +119,9 @@ class Unit:
         gathering: the all-gather that was started and not waited for.
         has_code: True if its slices travel encoded to what trains.
         is_coded: True if its buckets hold, or will hold, what quantizing left of the slices.
+        holders: the ranks that keep parts of it; None: no rank does.
+        held_at: the number of writes of its slices after which ranks kept parts of it; None: they kept none.
+        keeps_at: the same of the gather that was started, if parts of it will be kept.
     """
 
     name: str
@@ -116,6 +137,9 @@ class Unit:
     gathering: AllGather | None = None
     has_code: bool = False
     is_coded: bool = False
+    held_at: int | None = None
+    keeps_at: int | None = None
+    holders: Holders | None = None
 
     @cached_property
     def display_name(self) -> str:

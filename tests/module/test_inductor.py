@@ -39,15 +39,22 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return (model(data) - targets).square().mean()
 
 
-def trains_as_eager(stage: int) -> None:
-    """Compiled within DDP at stage 1, around a module that was handed over at stage 2, before it is at stage 3."""
+def trains_as_eager(stage: int, by_layer: bool = False) -> None:
+    """Compiled within DDP at stage 1, around a module that was handed over at stage 2, before it is at stage 3.
+
+    Args:
+        by_layer: each layer is compiled, as one graph.
+    """
     from torch._inductor import config
 
     warnings.simplefilter("ignore")  # what Dynamo and inductor say of their own doing
     torch._dynamo.reset()
     counters.clear()
     expected, model = Layers(), Layers()
-    compiled = torch.compile(model)
+    if by_layer:
+        for each in model.children():
+            each.compile(fullgraph=True)
+    compiled = model if by_layer else torch.compile(model)
     run = ddp(compiled) if stage == 1 else compiled
     opts = [
         torch.optim.AdamW(expected.parameters(), lr=1e-2),
@@ -68,7 +75,7 @@ def trains_as_eager(stage: int) -> None:
             torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
     # Forward and backward of each graph were compiled, or found. At stage 3 graphs break where layers are gathered.
     made = counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"]
-    assert made == {1: 2, 2: 2, 3: 6}[stage]
+    assert made == (4 if by_layer else {1: 2, 2: 2, 3: 6}[stage])
     ours = opts[1]
     assert isinstance(ours, ShardedAdamW)
     with ours.unsharded():
@@ -80,6 +87,7 @@ def trains_as_eager(stage: int) -> None:
 def all_stages() -> None:
     for stage in (1, 2, 3):
         trains_as_eager(stage)
+    trains_as_eager(3, by_layer=True)
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler for CPUs")

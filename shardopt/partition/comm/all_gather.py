@@ -15,6 +15,8 @@ from ..streams import last_used
 from .group import Pending, as_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .group import Ranks
     from .peer_memory import PeerMemory
 
@@ -38,6 +40,19 @@ class ShardCode(Protocol):
         """Fills all shards with what their messages hold, this rank's own too: all ranks then have the same values."""
 
 
+class Members(Protocol):
+    """Ranks that gather from each other: all of a group, or some."""
+
+    size: int
+    rank: int  # this one's number among them
+
+    def exchange_slices(
+        self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tag: int, phase: str
+    ) -> Pending: ...
+
+    def wait(self, pending: Pending, limit: timedelta | None = None) -> None: ...
+
+
 @dataclass(frozen=True)
 class Window:
     """A buffer of which every rank owns one shard, and the addresses of the other ranks' buffers."""
@@ -53,14 +68,19 @@ class Window:
     def shard(self, rank: int) -> torch.Tensor:
         return self.flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
-    def encoded(self, rank: int) -> Window:
-        """Returns the window of messages, in which this rank's shard has its place, as :attr:`code` encodes it."""
+    def for_messages(self) -> Window:
+        """Returns the window of messages, which hold anything."""
         assert self.code is not None
         nbytes = self.code.message_bytes
         messages = torch.empty(
             self.flat.numel() // self.shard_numel * nbytes, dtype=torch.uint8, device=self.flat.device
         )
-        found = Window(messages, nbytes, self.number)
+        return Window(messages, nbytes, self.number)
+
+    def encoded(self, rank: int) -> Window:
+        """Returns the window of messages, in which this rank's shard has its place, as :attr:`code` encodes it."""
+        assert self.code is not None
+        found = self.for_messages()
         found.shard(rank).copy_(self.code.encode(self.shard(rank)))
         return found
 
@@ -115,7 +135,7 @@ class AllGather:
             end()
 
 
-def by_messages(ranks: Ranks, phase: str, limit: timedelta | None = None) -> AllGather:
+def by_messages(ranks: Members, phase: str, limit: timedelta | None = None) -> AllGather:
     """Sends shards straight to every rank, while this rank computes.
 
     Message tags name the window: ranks may start windows in different orders. ``limit``: see :meth:`Ranks.wait`.
@@ -129,10 +149,11 @@ def by_messages(ranks: Ranks, phase: str, limit: timedelta | None = None) -> All
     return AllGather(begin)
 
 
-def by_reading(ranks: Ranks, memory: PeerMemory) -> AllGather:
-    """Reads every other rank's shard from its memory."""
+def by_reading(ranks: Members, memory: PeerMemory, before: Callable[[Window], None] = lambda _: None) -> AllGather:
+    """Reads every other rank's shard from its memory, once ``before`` has returned."""
 
     def end(window: Window) -> None:
+        before(window)
         # Every rank starts with another peer, so that not all ranks read one memory at a time.
         for step in range(1, ranks.size):
             owner = (ranks.rank + step) % ranks.size
@@ -161,6 +182,25 @@ def by_collectives(ranks: Ranks, phase: str) -> AllGather:
         own, every = as_bytes(window.shard(ranks.rank)), as_bytes(window.flat)
         work = _all_gather_single()(every, own, group=ranks.group, async_op=True)
         return partial(ranks.wait_on_stream, Pending(phase, (work,)))
+
+    return AllGather(begin)
+
+
+def by_batches(ranks: Ranks, members: Sequence[int], phase: str) -> AllGather:
+    """Sends shards straight to some ranks of a group, as one operation of its backend. Waits as collectives do."""
+
+    def begin(window: Window) -> Callable[[], None]:
+        own = window.shard(members.index(ranks.rank))
+        tag = FIRST_TAG + window.number
+        ops = []
+        with ranks.naming(phase):
+            for number, peer in enumerate(members):
+                if peer != ranks.rank:
+                    shard = window.shard(number)
+                    ops.append(dist.P2POp(dist.irecv, shard, group=ranks.group, tag=tag, group_peer=peer))
+                    ops.append(dist.P2POp(dist.isend, own, group=ranks.group, tag=tag, group_peer=peer))
+            works = tuple(dist.batch_isend_irecv(ops))
+        return partial(ranks.wait_on_stream, Pending(phase, works))
 
     return AllGather(begin)
 

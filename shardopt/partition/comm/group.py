@@ -253,19 +253,31 @@ class Ranks:
             vector.copy_(message)
 
     def exchange_slices(
-        self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tag: int, phase: str
+        self,
+        own: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        tag: int,
+        phase: str,
+        members: Sequence[int] | None = None,
     ) -> Pending:
-        """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it, by messages of this tag."""
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        """Starts to send ``own[i]`` to rank ``i`` and to receive ``others[i]`` from it, by messages of this tag.
+
+        Args:
+            members: the ranks that exchange them, this one included, in the order of the tensors; None: all.
+        """
+        members = range(self.size) if members is None else members
+        size, at = len(members), members.index(self.rank)
+        numbers = [(at + step) % size for step in range(1, size)]
+        peers = [members[number] for number in numbers]
         works = []
         with self.naming(phase):
             group, device = self._route(own[0].device)
-        for peer in peers:
+        for number, peer in zip(numbers, peers, strict=True):
             with self.naming(phase, peer):
-                works.append(dist.irecv(others[peer], group_src=peer, group=group, tag=tag))
-        for peer in peers:
+                works.append(dist.irecv(others[number], group_src=peer, group=group, tag=tag))
+        for number, peer in zip(numbers, peers, strict=True):
             with self.naming(phase, peer):
-                works.append(dist.isend(own[peer], group_dst=peer, group=group, tag=tag))
+                works.append(dist.isend(own[number], group_dst=peer, group=group, tag=tag))
         return Pending(phase, tuple(works), (*peers, *peers), device.type == "cpu")
 
     def broadcast(self, tensors: Sequence[torch.Tensor], phase: str, root: int = 0) -> None:

@@ -42,12 +42,12 @@ class PeerMemory:
         """
         token = self._token.raw
         halves = [int.from_bytes(token[start : start + 8], "little", signed=True) for start in (0, 8)]
-        return [os.getpid(), ctypes.addressof(self._token), *halves, *_namespaces()]
+        return [os.getpid(), ctypes.addressof(self._token), *halves, *namespaces()]
 
     def can_read(self, card: Sequence[int]) -> bool:
         """True if this process may read the peer of this card."""
         pid, address, *halves = card[:4]
-        if list(card[4:]) != _namespaces():
+        if list(card[4:]) != namespaces():
             return False
         found = ctypes.create_string_buffer(_TOKEN_BYTES)
         expected = b"".join(half.to_bytes(8, "little", signed=True) for half in halves)
@@ -79,7 +79,7 @@ class PeerMemory:
             done += count
 
 
-def _namespaces() -> list[int]:
+def namespaces() -> list[int]:
     """Returns the numbers of this process's PID, mount and network namespaces; 0 where the system tells none."""
     found = []
     for name in ("pid", "mnt", "net"):

@@ -39,9 +39,12 @@ from .reduce_scatter_peer import PeerReduceScatter
 from .together import riding_on, together
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .all_gather import AllGather
     from .all_to_all import AllToAll
     from .group import Ranks
+    from .holders import Holders
     from .reduce_scatter import ReduceScatter
 
 # Numbers of windows that one transport has; 512 transports of a group have numbers of their own. Tags are made of these
@@ -61,8 +64,15 @@ class Transport:
         device: torch.device,
         memory: PeerMemory | None = None,
         cards: tuple[tuple[int, ...], ...] = (),
+        reach: Sequence[Sequence[int]] = (),
     ):
-        self.ranks, self._device = ranks, device
+        """
+        Args:
+            memory: reads the other ranks' memory, if all ranks can.
+            cards: of all ranks, if some can.
+            reach: by rank: 1 for each rank whose memory it can read.
+        """
+        self.ranks, self._device, self._reach = ranks, device, reach
         self._memory, self._cards = memory, cards
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
         if ranks.group is not None:
@@ -88,11 +98,8 @@ class Transport:
             return Transport(ranks, device)
         memory = PeerMemory()
         cards = tuple(tuple(card) for card in ranks.exchange(memory.card(), "looking for neighbours"))
-        able = all(memory.can_read(card) for card in cards)
-        everyone = ranks.exchange([int(able)], "agreeing on neighbours")
-        if not all(each for (each,) in everyone):
-            return Transport(ranks, device)
-        return Transport(ranks, device, memory, cards)
+        reach = ranks.exchange([int(memory.can_read(card)) for card in cards], "agreeing on neighbours")
+        return Transport(ranks, device, memory if all(map(all, reach)) else None, cards, reach)
 
     @property
     def name(self) -> str:
@@ -132,6 +139,26 @@ class Transport:
         addresses = self.ranks.exchange([address], "exchanging addresses")
         peers = tuple((card[0], each) for card, (each,) in zip(self._cards, addresses, strict=True))
         return Window(flat, shard_numel, self._opened, peers, kept or flat.dtype)
+
+    def holders(self, members: Sequence[int]) -> Holders:
+        """Returns some ranks of the group, this one included: they read each other's memory where they can."""
+        from .holders import Holders  # here, as nearly no training has holders
+
+        is_near = bool(self._reach) and all(self._reach[one][other] for one in members for other in members)
+        memory = (self._memory or PeerMemory()) if is_near else None
+        return Holders(self.ranks, members, self._device, memory)
+
+    def open_parts(self, part: torch.Tensor, holders: Holders) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Collective: exchanges the addresses of parts, which stay where they are.
+
+        Returns the number of the window on them, and process numbers and addresses by holder, if they read memory.
+        """
+        self._opened += 1
+        peers: tuple[tuple[int, int], ...] = ()
+        if self._reach:  # all ranks of the group exchange, whatever their own holders do
+            addresses = self.ranks.exchange([part.data_ptr() - holders.rank * part.nbytes], "exchanging addresses")
+            peers = tuple((self._cards[each][0], addresses[each][0]) for each in holders.members)
+        return self._opened, peers if holders.reads_memory else ()
 
     def all_gather(self, phase: str, limit: timedelta | None = None) -> AllGather:
         """Returns an all-gather for shards that are final on every rank.
