@@ -338,9 +338,9 @@ class Engine(Bindings):
                 group.update(self.fixed)
             self.owner.param_groups = groups
 
-    def load_of_params(self, states: Mapping[Any, Any], groups: Sequence[Group]) -> None:
+    def load_of_params(self, states: Mapping[Any, Any], groups: Sequence[Group], call: str = "__setstate__()") -> None:
         """Loads a dict by param, as torch's ``__setstate__`` takes it; an empty one forgets all states."""
-        with self.turn.take("__setstate__()"):
+        with self.turn.take(call):
             self.replace_states(*read_states_of_params(states, groups, self.states))
 
     def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:

@@ -278,8 +278,11 @@ class Domain:
         return self.shards.index(entry.shard) << 32 | entry.index
 
     def count_step(self) -> None:
-        """Counts a step that all ranks agreed on."""
+        """Counts a step that all ranks agreed on, with what scripts had written before it."""
         self.steps_agreed += 1
+        if self.edits:
+            self.edits.clear()
+        self.state_edits = None
 
     def mark_broken(self, why: str, by_load: bool = False) -> None:
         """Records that params and states of the ranks may belong to different steps from now on."""

@@ -400,12 +400,10 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
-        """Only an empty one can be assigned, which is how scripts of torch forget all states."""
-        if value:
-            raise StateError("call load_state_dict(): optimizer.state lies in shards and cannot be assigned.")
+        """Loads a dict by param, all of it or, after an error, nothing; an empty one forgets all states."""
         if "param_groups" in self.__dict__:  # torch's constructor assigns one, before there are groups
-            with self.engine.turn.take("optimizer.state = {}"):
-                self.engine.replace_states({}, {})
+            self.engine.check_open()
+            self.engine.load_of_params(value, self.engine.groups, "optimizer.state = {...}")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns ``{"state": {index: {...}}, "param_groups": [...]}``, in torch's format. Local.

@@ -227,9 +227,6 @@ def _survey_and_agree_in(
         if consensus.proposes_order:
             _adopt_order(domain)
     domain.count_step()
-    if domain.edits:
-        domain.edits.clear()
-    domain.state_edits = None
     return plan, consensus
 
 

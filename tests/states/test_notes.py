@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,13 @@ def test_names_of_states_are_no_notes() -> None:
 
 
 def given_past_the_load() -> None:
-    for way in ("__setstate__", "__dict__"):
+    for way in ("__setstate__", "__dict__", "assigned"):
 
         def give(opt: Any, state: Any, way: str = way) -> None:
             if way == "__setstate__":
                 opt.__setstate__({"state": state})
+            elif way == "assigned":
+                opt.state = state
             else:
                 opt.__dict__["state"] = state
 
@@ -182,7 +185,17 @@ def given_past_the_load() -> None:
                 opt.step()
             opt.__dict__.pop("state", None)
             assert opt.state[params[0]]["step"] == 8 and opt.state[params[1]]["step"] == 1
-        give(opt, {})
+        # Of what it shows itself: as it is, and changed.
+        names = ("step", "exp_avg", "exp_avg_sq")
+        before = [{name: whole(opt.state[param][name]) for name in names} for param in params]
+        give(opt, {param: dict(opt.state[param]) for param in params})
+        halves = {param: {**opt.state[param], "exp_avg": opt.state[param]["exp_avg"] * 0.5} for param in params}
+        give(opt, halves)
+        for param, its in zip(params, before, strict=True):
+            assert opt.state[param]["step"] == its["step"]
+            assert torch.equal(whole(opt.state[param]["exp_avg"]), its["exp_avg"] * 0.5)
+            assert torch.equal(whole(opt.state[param]["exp_avg_sq"]), its["exp_avg_sq"])
+        give(opt, defaultdict(dict))
         assert not list(opt.state)
         step(params, opt)
         assert opt.state[params[0]]["step"] == 1

@@ -172,8 +172,8 @@ def wrong_state_dicts() -> None:
     for group in flags["param_groups"]:
         group["amsgrad"] = False
     refuse(flags, StateError, "max_exp_avg_sq")
-    with raises(StateError, "load_state_dict"):
-        opt.state = {0: 1}  # type: ignore[misc, assignment]
+    with raises(StateError, "no group has"):
+        opt.state = {torch.nn.Parameter(torch.ones(2)): good["state"][0]}
 
 
 def parts() -> None:
