@@ -72,9 +72,13 @@ def reads_then_writes(folder: str) -> None:
             last_after_others(Moments(f"{folder}/{number} {way.__name__}"), partial(way, state))
             found = opt.state[params[cut()]]["exp_avg"]
             assert torch.equal(whole(found), stored(opt, expected["exp_avg"])), (options, way.__name__)
+            (domain,) = opt.engine.domains
+            entry = domain.entries[params[cut()]]
+            moments: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(moments, domain.epoch.now("exp_avg", (entry.shard, entry.index)))
+            assert moments.count(moments[0]) == len(moments), (options, way.__name__, moments)
             dist.barrier()
             step(params, opt)
-            (domain,) = opt.engine.domains
             assert domain.remote is None or not domain.remote._kept
         opt.close()
 
