@@ -342,7 +342,10 @@ class RoundGradients:
             if gradient_slice is None:
                 continue
             gradient_slice.divisor, gradient_slice.is_used, gradient_slice.has_mean = divisor, False, True
-            gradient_slice.begin_moments(rounds)
+            # Every rank has come to this round: an older gradient is read of copies alone.
+            gradient_slice.round, gradient_slice.edit_count, gradient_slice.was_read = rounds, 0, False
+            if gradient_slice.kept:
+                gradient_slice.drop_kept()
             slices += (gradient_slice,)
             if is_held:
                 continue

@@ -178,11 +178,9 @@ class GradientSlice:
             found = self._copied[self.moment] = Copied()
         return found
 
-    def begin_moments(self, round: int) -> None:
-        """Begins the moments of a round, to which every rank has come: an older gradient is read of copies alone."""
-        self.round, self.edit_count, self.was_read = round, 0, False
-        if self.kept:
-            self.kept = {moment: mean for moment, mean in self.kept.items() if moment in (self._copied or ())}
+    def drop_kept(self) -> None:
+        """Drops what was kept of earlier rounds, but for means of which there are copies."""
+        self.kept = {moment: mean for moment, mean in self.kept.items() if moment in (self._copied or ())}
 
     def restore_sum(self, count: int) -> Tensor | None:
         """Makes ``total`` the sum of ``count`` ranks again, so that a round can add to it.
