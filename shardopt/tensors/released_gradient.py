@@ -44,10 +44,11 @@ class ReleasedGradient(Part):
 
     def _gone(self, what: str) -> StateError:
         return StateError(
-            "construct the optimizer without release_gradients to clip, scale or log gradients: the "
-            f"gradient of {self.whose} was used for the update and released while backward ran "
-            f"(release_gradients=True), and {what}. After step(), optimizer.grad_norm is the norm of all gradients. "
-            "If a GradScaler scaled the loss, the update was wrong: load a checkpoint."
+            "construct the optimizer without release_gradients to scale, log or clip gradients (max_grad_norm beside "
+            f"clip_by='previous' clips by the norm of the step before): the gradient of {self.whose} was used for the "
+            f"update and released while backward ran (release_gradients=True), and {what}. After step(), "
+            "optimizer.grad_norm is the norm of all gradients. If a GradScaler scaled the loss, the update was wrong: "
+            "load a checkpoint."
         )
 
     def _refused(self, call: str) -> StateError:
