@@ -87,7 +87,7 @@ def _gpu_store(device: torch.device, streams: CopyStreams, offload: Offload, tun
     pages = kept.pages[offload.pin_memory]
     if offload.directory is not None:
         return CpuStepStore(streams, pages, _disk_store(offload.directory, tuning))
-    host = HostStore(pages, tuning.chunk_bytes)
+    host = HostStore(pages, tuning.chunk_bytes, streams, device)
     if offload.step == "gpu":
         return RingStore(device, streams, host)
     if offload.step == "cpu":

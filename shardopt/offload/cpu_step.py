@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .host import HostStore
 from .store import Fetched, Store
 from .streams import Slot
 from .sum_of_products import sum_of_products
@@ -44,6 +45,8 @@ class CpuStepStore(Store):
     def __init__(self, streams: CopyStreams, pages: Pages, inner: Store):
         """``inner`` fetches chunks into host memory."""
         self.tier, self.is_final = inner.tier, inner.is_final
+        # Before the update writes to memory that a forward or a backward has read.
+        self._wait_for_reads = inner.wait_for_reads if isinstance(inner, HostStore) else lambda: None
         self._streams, self._pages, self._inner = streams, pages, inner
         # Updates write this rank's params here, 1D in host memory.
         self._params: weakref.WeakKeyDictionary[ShardStorage, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -123,6 +126,7 @@ class CpuStepStore(Store):
                 copied = self._streams.to_host([(inside.param, chunk.param)], self._gradients_made)
                 self._streams.synchronize(copied)
             self._sums.setdefault(chunk.home, {})[chunk.start], _ = self._now[chunk]
+        self._wait_for_reads()
         streams, param, _ = self._inner.fetch(inside)
         return Fetched(streams, param, slot.staged[: len(chunk.gradients)])
 

@@ -16,7 +16,8 @@ from .store import Fetched, ResidentStorage, Store
 
 if TYPE_CHECKING:
     from .pinned import Pages
-    from .store import Chunk
+    from .store import Chunk, Plane
+    from .streams import CopyStreams, Mark
 
 _FP32 = 4  # bytes
 
@@ -27,6 +28,22 @@ class HostStorage(ResidentStorage):
     def __init__(self, store: HostStore, numel: int):
         super().__init__(numel, store.pages.zeros, store.tier, torch.device("cpu"))
         self._store = store
+        self.revision = 0  # counts what may have changed the streams, but for updates through a ring
+        self._is_shown = False  # others may hold views of the streams, and write to them
+        self._alone: dict[int, int] = {}  # address of a stream -> references to its storage while nobody holds a view
+
+    @property
+    def is_shown(self) -> bool:
+        """True while somebody may hold a view of a stream that was read."""
+        if self._is_shown:
+            streams = self.streams.values()
+            self._is_shown = any(_num_references(each) > self._alone[each.data_ptr()] for each in streams)
+        return self._is_shown
+
+    def _fresh(self, plane: Plane) -> torch.Tensor:
+        fresh = super()._fresh(plane)
+        self._alone[fresh.data_ptr()] = _num_references(fresh)
+        return fresh
 
     def chunks(self) -> Sequence[tuple[int, int]]:
         numel = self._store.chunk_numel
@@ -38,20 +55,27 @@ class HostStorage(ResidentStorage):
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         self._store.wait_for_copies()
+        self.revision, self._is_shown = self.revision + 1, True
         return super().read(name, start, stop)
+
+    def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
+        self._store.copy_out(self.view(name, start, start + into.numel() * self.planes[name].grain), into)
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         self._store.wait_for_copies()
+        self.revision += 1
         super().write(name, start, values)
 
     def renew(self, zeroed: Collection[str]) -> None:
         self._store.wait_for_copies()
+        self.revision += 1
         before = list(self.streams.values())
         super().renew(zeroed)
         self._store.pages.give_back(before)
 
     def release(self) -> None:
         self._store.wait_for_copies()
+        self.revision += 1
         self._store.pages.keep(list(self.streams.values()))
         super().release()
 
@@ -61,11 +85,22 @@ class HostStore(Store):
 
     tier = "host"
 
-    def __init__(self, pages: Pages, chunk_bytes: int):
-        """``chunk_bytes``: of one fp32 stream in a chunk."""
+    def __init__(
+        self, pages: Pages, chunk_bytes: int, streams: CopyStreams | None = None, device: torch.device | None = None
+    ):
+        """
+        Args:
+            chunk_bytes: of one fp32 stream in a chunk.
+            streams: to the device of the params.
+        """
         self.pages = pages
         self.chunk_numel = max(chunk_bytes // _FP32 // 256, 1) * 256
-        self.wait_for_copies: Callable[[], None] = lambda: None  # set by the store around this one
+        # Set by the store around this one, if it copies into this memory: waits until it holds what was written back,
+        # the host, or kernels and copies that are launched from now on.
+        self.wait_for_stores: Callable[[], None] = lambda: None
+        self.order_stores: Callable[[], None] = lambda: None
+        self._streams, self._device = streams, device
+        self._shown: Mark = None  # after the last copy that `copy_out` began; None once the host has waited for it
         self._homes: weakref.WeakSet[HostStorage] = weakref.WeakSet()
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostStorage:
@@ -73,12 +108,41 @@ class HostStore(Store):
         self._homes.add(home)
         return home
 
+    def wait_for_copies(self) -> None:
+        """Waits until no copy from or to this memory is under way."""
+        self.wait_for_stores()
+        self.wait_for_reads()
+
+    def wait_for_reads(self) -> None:
+        """Waits until the host may write to what forwards and backwards have read."""
+        shown, self._shown = self._shown, None
+        if shown is not None and self._streams is not None:
+            self._streams.synchronize(shown)
+
+    def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        """Copies from this memory. Where that is to the device, kernels from now on find it, and the host goes on."""
+        if self._streams is None or into.device != self._device:
+            self.wait_for_stores()
+            into.copy_(source)
+            return
+        self.order_stores()
+        into.copy_(source, non_blocking=True)
+        self._shown = self._streams.now()
+
     def fetch(self, chunk: Chunk) -> Fetched:
         return Fetched(views_of(chunk), chunk.param, chunk.gradients)
+
+    def write_back(self, chunk: Chunk) -> None:
+        assert isinstance(chunk.home, HostStorage)
+        chunk.home.revision += 1
 
     def close(self) -> None:
         for home in list(self._homes):
             home.release()
+
+
+def _num_references(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def views_of(chunk: Chunk) -> list[torch.Tensor]:

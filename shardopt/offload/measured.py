@@ -50,6 +50,7 @@ class MeasuredStore(Store):
         self._now = next(iter(updaters))
         self._began: float | None = None  # start of the pass that is measured
         self._took = 0.0  # seconds of this step's passes so far
+        self._set_ahead(False)  # a step that is measured loads all that it needs
         self._choose()
 
     @property
@@ -76,6 +77,7 @@ class MeasuredStore(Store):
             if self.note is not None:
                 self._host.pages.free_spare()  # the buffers of the way that is not taken
         self._took, self._began = 0.0, None
+        self._updater.begin_step()
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         if self.note is None:  # no choice is made yet
@@ -106,12 +108,18 @@ class MeasuredStore(Store):
             _log.info("shardopt: %s", self.note)
             for name in self._updaters.keys() - {now}:
                 self._updaters[name].free_buffers()
+            self._set_ahead(True)
         else:
             now = next(name for name in self._updaters if name not in least)
         if now != self._now:
             self._now = now
             for home in self._homes:
                 self._updater.update_here(home)
+
+    def _set_ahead(self, loads_ahead: bool) -> None:
+        for each in self._updaters.values():
+            if isinstance(each, RingStore):
+                each.loads_ahead = loads_ahead
 
     # -- the rest --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The ring of slots that streams states through a device: on CPU tensors, with copies made early and late."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -135,3 +136,107 @@ def test_what_is_written_behind_a_step_is_not_overwritten_by_it() -> None:
     store.flush()
     home.write("exp_avg", 0, torch.full((1024,), 2.0))
     assert home.read("exp_avg", 0, 1024).eq(2.0).all()
+
+
+# -- the first chunks of a step are loaded when the step before it ends ------------------------------------------------
+
+
+class Numbered(AsLateAsAllowed):
+    """Notes how many copies to the device had been asked for when kernels waited for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.number_of: dict[Any, int] = {}
+        self.waits: list[int] = []
+        numbered.append(self)
+
+    def to_device(self, copies: Any, after: Any) -> Any:
+        mark = super().to_device(copies, after)
+        self.number_of[mark] = self.asked
+        self.asked += 1
+        return mark
+
+    def wait(self, mark: Any) -> None:
+        if mark in self.number_of:
+            self.waits.append(self.number_of[mark])
+        super().wait(mark)
+
+
+numbered: list[Numbered] = []
+
+
+def test_the_first_chunks_are_under_way_before_the_step_begins() -> None:
+    numbered.clear()
+    params = [torch.nn.Parameter(torch.zeros(6 * 1024))]
+    with as_on_a_gpu(Numbered):
+        optimizer = ShardedAdamW(params, offload=Offload(step="gpu"), tuning=Tuning(chunk_bytes=4096))
+        counts = []
+        for _ in range(4):
+            params[0].grad = torch.ones_like(params[0])
+            (streams,) = numbered or [None]
+            before = streams.asked if streams else 0
+            first = len(streams.waits) if streams else 0
+            optimizer.step()
+            (streams,) = numbered
+            early = sum(number < before for number in streams.waits[first:])
+            counts.append((early, streams.asked - before))
+        # The second step is the first one that knows how many passes a step has. From then on as much moves as ever.
+        assert counts == [(0, 6), (0, 6 + SLOTS), (SLOTS, 6), (SLOTS, 6)]
+        optimizer.close()
+
+
+def load(params: list[torch.nn.Parameter], optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(2)
+
+
+def write_to_what_is_read(params: list[torch.nn.Parameter], optimizer: Any) -> None:
+    for shard in optimizer.engine.domain.shards:
+        shard.home.read("exp_avg", 0, 256).mul_(2)
+
+
+def zero_states(params: list[torch.nn.Parameter], optimizer: Any) -> None:
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+    optimizer.load_state_dict(saved)
+
+
+def write_params(params: list[torch.nn.Parameter], optimizer: Any) -> None:
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
+    optimizer.refresh_masters()
+
+
+@pytest.mark.parametrize("act", [load, write_to_what_is_read, zero_states, write_params])
+def test_what_is_written_before_the_step_is_loaded_anew(act: Any) -> None:
+    ends = []
+    for copies in (None, AsLateAsAllowed):
+        with nullcontext() if copies is None else as_on_a_gpu(copies):
+            offload = None if copies is None else Offload(step="gpu")
+            params, optimizer = make(ShardedAdamW, offload, torch.bfloat16)
+            advance(params, optimizer, range(6))
+            act(params, optimizer)
+            advance(params, optimizer, range(6, 8))
+            ends.append(bits(params, optimizer))
+            optimizer.close()
+    assert [mine == theirs for mine, theirs in zip(*ends, strict=True)] == [True] * len(ends[0])
+
+
+def test_chunks_are_loaded_ahead_again_once_nobody_holds_what_was_read() -> None:
+    streams = AtOnce()
+    store = ring(streams)
+    home = store.home(1024, torch.float32, torch.device("cpu"))
+    home.ensure({"exp_avg": Plane(torch.float32)})
+    held = home.read("exp_avg", 0, 256)
+    assert home.is_shown
+    view = held.view(2, 128)
+    del held
+    assert home.is_shown
+    del view
+    assert not home.is_shown
+    home.read_into("exp_avg", 0, torch.empty(256))
+    assert not home.is_shown
