@@ -45,7 +45,7 @@ class RingStore(Store):
         self._slots: list[Slot] = []
         self._slot_bytes = 0
         self.loads_ahead = True  # False while steps are measured: the next one must not find what this one loaded
-        self._passes = self._passes_before = 0  # of this step so far, and of the step before
+        self._passes = self._passes_before = 1  # of this step so far, and of the step before: as most rules have
         self._first: list[_Place] = []  # of the chunks of this step's first pass, as many as there are slots
         self._ahead: list[_LoadedAhead] = []  # in the slots, for the next step
         self._waiting: deque[Chunk] = deque()

@@ -181,8 +181,7 @@ def test_the_first_chunks_are_under_way_before_the_step_begins() -> None:
             (streams,) = numbered
             early = sum(number < before for number in streams.waits[first:])
             counts.append((early, streams.asked - before))
-        # The second step is the first one that knows how many passes a step has. From then on as much moves as ever.
-        assert counts == [(0, 6), (0, 6 + SLOTS), (SLOTS, 6), (SLOTS, 6)]
+        assert counts == [(0, 6 + SLOTS), (SLOTS, 6), (SLOTS, 6), (SLOTS, 6)]
         optimizer.close()
 
 
