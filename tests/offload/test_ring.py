@@ -210,7 +210,12 @@ def write_params(params: list[torch.nn.Parameter], optimizer: Any) -> None:
     optimizer.refresh_masters()
 
 
-@pytest.mark.parametrize("act", [load, write_to_what_is_read, zero_states, write_params])
+def write_alone(params: list[torch.nn.Parameter], optimizer: Any) -> None:
+    for shard in optimizer.engine.domain.shards:
+        shard.home.write("exp_avg", 0, torch.full((256,), 0.5))
+
+
+@pytest.mark.parametrize("act", [load, write_to_what_is_read, write_alone, zero_states, write_params])
 def test_what_is_written_before_the_step_is_loaded_anew(act: Any) -> None:
     ends = []
     for copies in (None, AsLateAsAllowed):
