@@ -6,7 +6,6 @@ and the view of the states call the engine too.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ _LIVE: list[weakref.ref[Engine]] = []
 
 def live_engines() -> list[Engine]:
     """Returns the engines that were neither dropped nor closed, oldest first."""
-    found = (reference() for reference in _LIVE)
+    found = [reference() for reference in _LIVE]
     return [engine for engine in found if engine is not None and not engine.is_closed]
 
 
@@ -229,7 +228,7 @@ class Engine(Bindings):
             raise
 
     def _check_awake(self) -> None:
-        if any(domain.sharded is not None and domain.sharded.is_asleep for domain in self.domains):
+        if any([domain.sharded is not None and domain.sharded.is_asleep for domain in self.domains]):
             raise StateError(
                 "call optimizer.reload() before step(), on every rank: params were offloaded by offload(params=True), "
                 "and an update writes them on the device."
@@ -283,7 +282,7 @@ class Engine(Bindings):
         except Exception as error:
             relay.note(error)
         relay.meet(sum_gradients)
-        call = dataclasses.replace(call, problem=relay.problem)
+        call = Call(call.defaults, call.closure, relay.problem, call.scale, call.overflow)
         try:
             with resharded(domains.domains, call.problem):
                 outcome = run_step(by_domain, domains.whole, call, self._bind_params, self.planners)

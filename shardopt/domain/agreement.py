@@ -87,16 +87,17 @@ def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Conse
         CommunicationError: a rank is missing.
     """
     rows = ranks.exchange(view.row(), "agreeing on the step")
-    if any(row[2] for row in rows):
+    problems, overflow, nonfinite, witnesses, written, proposes_order = zip(*[row[2:8] for row in rows], strict=True)
+    if any(problems):
         _raise_problem(view, ranks)
-    if any(row[:2] != rows[0][:2] for row in rows):
+    if [row[:2] for row in rows] != [rows[0][:2]] * len(rows):
         _raise_difference(view, ranks)
-    _compare_witnesses([row[5] for row in rows], view.sampled)
+    _compare_witnesses(witnesses, view.sampled)
     return Consensus(
-        overflow=any(row[3] for row in rows),
-        nonfinite=sum(row[4] for row in rows),
-        written=any(row[6] for row in rows),
-        proposes_order=any(row[7] for row in rows),
+        overflow=any(overflow),
+        nonfinite=sum(nonfinite),
+        written=any(written),
+        proposes_order=any(proposes_order),
         limbs=tuple(map(sum, zip(*(rows[rank][8:] for rank in one_copy), strict=True))),
     )
 

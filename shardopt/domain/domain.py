@@ -396,7 +396,7 @@ class Domain:
     @property
     def is_averaged(self) -> bool:
         """True if params show the average of the weights at this moment."""
-        return any(shard.saved_weights is not None for shard in self.shards)
+        return any([shard.saved_weights is not None for shard in self.shards])
 
     @property
     def device(self) -> torch.device:

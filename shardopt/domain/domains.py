@@ -63,7 +63,7 @@ class Domains:
 
     @property
     def domains(self) -> list[Domain]:
-        return [self.main, *self.others.values()]
+        return [self.main, *self.others.values()] if self.others else [self.main]
 
     @property
     def mates(self) -> tuple[Ranks, ...]:

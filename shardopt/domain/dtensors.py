@@ -37,7 +37,10 @@ def is_dtensor(value: Any) -> bool:
 def any_dtensor(values: Iterable[Any]) -> bool:
     """True if one of ``values`` is a DTensor. Every step asks this of all params, so it looks the module up once."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, values)))
+    kinds = set(map(type, values))
+    if module is None or kinds <= {torch.nn.Parameter}:
+        return False
+    return any([issubclass(kind, module.DTensor) for kind in kinds])
 
 
 @dataclass(eq=False)

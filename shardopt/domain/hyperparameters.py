@@ -18,7 +18,11 @@ Group = Mapping[str, Any]  # a param group, as torch has it
 
 def plain_numbers(group: Group) -> dict[str, Any]:
     """Returns a param group's hyper-parameters as plain numbers. Omits values of other types (a user's own notes)."""
-    plain = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    plain = {
+        key: value if type(value) in _PLAIN else _plain(value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
     return {key: value for key, value in plain.items() if value is not _NOT_PLAIN}
 
 
@@ -27,15 +31,13 @@ _PLAIN = (float, bool, int, str, type(None))
 
 
 def _plain(value: Any) -> Any:
-    if type(value) in _PLAIN:
-        return value
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else _NOT_PLAIN
     if isinstance(value, np.generic):  # else ranks compare a numpy bool by its text, and a numpy float computes in fp32
         return value.item()
     if isinstance(value, tuple | list):
-        items = [_plain(item) for item in value]
-        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
+        items = [item if type(item) in _PLAIN else _plain(item) for item in value]
+        return _NOT_PLAIN if any([item is _NOT_PLAIN for item in items]) else items
     return value if isinstance(value, _PLAIN) else _NOT_PLAIN
 
 

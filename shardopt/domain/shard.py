@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .param_code import ParamCode
 
 
+@cache
 def scales_name(state: str) -> str:
     """The name of the stream that holds the scales of a state's blocks."""
     return f"{state}.scales"
@@ -118,7 +119,7 @@ class Shard:
         self._piece_of_param = {piece.param: piece for piece in self.pieces}
         self._starts = [piece.shard_start for piece in self.pieces]
         self._ends = [piece.shard_end for piece in self.pieces]
-        self._strides = [dense_strides(param) for param in bucket.params]
+        self.all_strides = [dense_strides(param) for param in bucket.params]
         self.tables = ShardTables(self.pieces, self.numel, bucket.device)
         self.store, self.home = store, store.home(self.numel, self.dtype, bucket.device)
         try:
@@ -279,16 +280,11 @@ class Shard:
 
     def strides(self, index: int) -> tuple[int, ...]:
         """The strides of the bucket's param ``index``."""
-        return self._strides[index]
-
-    @property
-    def all_strides(self) -> Sequence[tuple[int, ...]]:
-        """The strides of each of the bucket's params."""
-        return self._strides
+        return self.all_strides[index]
 
     def ordered(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of the bucket's param ``index``, its memory in the param's storage order."""
-        return in_storage_order(grad, self._strides[index])
+        return in_storage_order(grad, self.all_strides[index])
 
     # -- one param's elements --------------------------------------------------------------------------------------
 
@@ -339,7 +335,7 @@ class Shard:
 
     def in_order(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with the full shape of the bucket's param ``index`` as 1D, in the param's storage order."""
-        return flattened(in_storage_order(tensor, self._strides[index]))
+        return flattened(in_storage_order(tensor, self.all_strides[index]))
 
     def begin_average(self, index: int) -> None:
         """Sets the average of the bucket's param ``index`` to the param."""

@@ -20,10 +20,11 @@ class ShardTables:
     Attributes:
         host_row_of_block: the row of each block, in host memory.
         row_of_block: the same on the device of the params.
+        num_rows: of each table.
     """
 
     def __init__(self, pieces: Sequence[Piece], numel: int, device: torch.device):
-        self._pieces, self._device = pieces, device
+        self._pieces, self._device, self.num_rows = pieces, device, len(pieces) + 1
         self._firsts = np.array([piece.start - piece.shard_start for piece in pieces], np.int64)
         self._ends = np.array([piece.shard_end for piece in pieces], np.int64)
         # The last row is that of blocks without a param. It ends at 0, so that kernels skip these blocks.
@@ -33,10 +34,6 @@ class ShardTables:
         self.host_row_of_block = torch.from_numpy(rows)
         self.row_of_block = self.host_row_of_block.to(device)
         self._joined: dict[tuple[int, ...], torch.Tensor] = {}
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._pieces) + 1
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -48,12 +48,13 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._now: dict[str, float] = {}
-        self._running: list[tuple[str, str, float, Any]] = []  # of each running phase: name, what of, start, label
-        self._inside: list[float] = []  # for each running phase: the time of the phases inside of it
+        self._now = defaultdict[str, float](float)
+        # Of each running phase: name, what of, start, label, and the time of earlier phases beside it.
+        self._running: list[tuple[str, str, float, Any, float]] = []
+        self._inside = 0.0  # the time of the phases inside of the innermost one that runs
         self._steps: deque[dict[str, float]] = deque(maxlen=STEPS)
         self._first: dict[str, float] | None = None  # the step in which kernels are compiled, apart from the others
-        self._events: deque[Event] = deque(maxlen=EVENTS)
+        self._events = deque[tuple[str, str, int, float, float]](maxlen=EVENTS)  # the fields of an Event each
         self._ended = 0  # steps
         self._epoch = time.time() - time.perf_counter()  # so that traces of several ranks share one clock
 
@@ -67,22 +68,21 @@ class Clock:
         if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the timing
             label = torch.profiler.record_function(f"shardopt: {name} {of}".rstrip())
             label.__enter__()
-        self._inside.append(0.0)
-        self._running.append((name, of, time.perf_counter(), label))
+        self._running.append((name, of, time.perf_counter(), label, self._inside))
+        self._inside = 0.0
         return self
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
-        name, of, start, label = self._running.pop()
+        name, of, start, label, beside = self._running.pop()
         elapsed = time.perf_counter() - start
-        self._events.append(Event(name, of, self._ended, start + self._epoch, elapsed))
+        self._events.append((name, of, self._ended, start + self._epoch, elapsed))
         if label is not None:
             label.__exit__(*error)
-        self._now[name] = self._now.get(name, 0.0) + elapsed - self._inside.pop()
-        if self._inside:
-            self._inside[-1] += elapsed
+        self._now[name] += elapsed - self._inside
+        self._inside = beside + elapsed
 
     def end_step(self) -> None:
         if self._first is None:
@@ -113,7 +113,7 @@ class Timings(Mapping[str, float]):
         seconds: Mapping[str, float],
         note: str | None = None,
         first: float = 0.0,
-        events: Iterable[Event] = (),
+        events: Iterable[tuple[str, str, int, float, float]] = (),
         rank: int = 0,
     ):
         """
@@ -152,7 +152,7 @@ class Timings(Mapping[str, float]):
                 "tid": 0,
                 "args": {"step": each.step},
             }
-            for each in self._events
+            for each in map(Event._make, self._events)
         ]
         Path(path).write_text(json.dumps({"traceEvents": shown, "displayTimeUnit": "ms"}))
 

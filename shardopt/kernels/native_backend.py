@@ -28,28 +28,31 @@ if TYPE_CHECKING:
 joins_shards = False  # a call costs little, and a shard travels to the other ranks once it is updated
 # Blocks whose sums are made before they are added up: few enough to take little memory (20 bytes each and measured
 # value), enough for all threads, each of which takes BLOCKS_PER_RANGE or more.
+_ADDRESS = torch.Tensor.data_ptr
 _BLOCKS_SUMMED = 1 << 16
 
 
 def prepare(spec: Spec, device: torch.device, aligned: bool) -> None:
     for number in range(len(spec.passes)):
-        compile_step(spec, number)
+        spec.kernels[number] = compile_step(spec, number)
 
 
 def run(spec: Spec, number: int, streams: Streams, tables: Tables) -> None:
     gradients, scalars, factors, noise, products, totals, ties = tables
     assert factors.divisor == 1
     assert (noise is not None or not spec.needs_noise) and (products is not None) == spec.has_product
-    kernel = compile_step(spec, number)
+    if number not in spec.kernels:
+        spec.kernels[number] = compile_step(spec, number)
+    kernel = spec.kernels[number]
     small = [gradients.row_of_block, gradients.rows, scalars]
     there = [streams.param, streams.master, *streams.states, *streams.scales, products]
     arguments = [
-        *[table.data_ptr() for table in small],
+        *map(_ADDRESS, small),
         0 if noise is None else noise.data_ptr(),
         np.float32(factors.unscale),
         np.float32(factors.clip),
         int(ties),
-        *[each.data_ptr() for each in there if each is not None],
+        *[_ADDRESS(each) for each in there if each is not None],
     ]
     if totals is None:
         run_over_blocks(lambda first, last: kernel(first, last, *arguments), gradients.num_blocks)

@@ -53,6 +53,8 @@ def run_over_blocks(kernel: Callable[[int, int], None], num_blocks: int) -> None
 
     It runs on as many threads as torch would use, but see :func:`beside_a_gpu`.
     """
+    if num_blocks <= BLOCKS_PER_RANGE and _SUBNORMAL * np.float32(1) > 0:
+        return kernel(0, num_blocks)
     num_threads = _num_threads()
     ranges = RANGES_PER_THREAD * num_threads if num_threads > 1 else 1  # one thread has nobody to wait for
     length = max(BLOCKS_PER_RANGE, -(-num_blocks // ranges))

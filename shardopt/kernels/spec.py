@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .formats import FP32
 
@@ -94,6 +94,11 @@ class Spec:
     @cached_property
     def _hash(self) -> int:  # each launch looks for its kernel by it
         return hash((self.passes, self.param, self.grad, self.master, self.states, self.compares))
+
+    @cached_property
+    def kernels(self) -> dict[Any, Any]:
+        """The kernels that were compiled of this object, for a backend that would else look for one at each launch."""
+        return {}
 
     @cached_property
     def names(self) -> tuple[str, ...]:

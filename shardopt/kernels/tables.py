@@ -14,6 +14,7 @@ where backward left them, and a skipped param is a row whose end is 0::
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class Gradients:
     rows: torch.Tensor  # 2D [num_rows, 2] int64; there too, or in host memory until ``there`` sends it
     aligned: bool  # True if every grad_at is a multiple of 16 bytes
 
-    @property
+    @cached_property  # each step asks
     def num_blocks(self) -> int:
         return self.row_of_block.numel()
 
@@ -147,6 +148,7 @@ class Factors(NamedTuple):
     unscale: float = 1.0  # 1 / loss scale
     clip: float = 1.0  # factor of the global-norm clipping
 
+    @lru_cache(maxsize=32)  # noqa: B019 (of tuples of three numbers; each launch of a step asks)
     def folded(self) -> "Factors | None":
         """Returns the same scaling with a divisor of 1, by ``unscale / divisor``; None unless it is a power of two.
 

@@ -19,18 +19,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..partition.streams import current_stream
 from ..tensors.gradient import GradientPart
+from ..tensors.unsharded_guard import gradient_in
 from ..units.unit import UnitState
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..units.unit import Unit
+
+
+# In C: of many gradients at once.
+_LAYOUT = attrgetter("layout")
 
 
 class Arrivals:
@@ -55,7 +62,7 @@ class Arrivals:
             reduce: takes a gradient that is the last one, or not like the others.
         """
         self.shard, self.entries, self.missing = shard, entries, 0
-        self._reduce = reduce
+        self._reduce, self._is_in_order = reduce, shard.device.type == "cpu"  # which has no streams
         self.unit: Unit | None = None
         resting = frozenset(shard.bucket.layout.resting)
         self._resting = [entry for entry in entries if entry.outer is entry.param and entry.index in resting]
@@ -67,7 +74,7 @@ class Arrivals:
 
     def attach(self) -> list[Any]:
         """Registers the hooks of the params. Returns their handles."""
-        counts = (_counting if self.shard.device.type == "cpu" else _looking)(self)
+        counts = (_counting if self._is_in_order else _looking)(self)
         arrives = _arriving(self)
         return [
             entry.outer.register_post_accumulate_grad_hook(counts if entry.index in self._rests else arrives)
@@ -91,6 +98,8 @@ class Arrivals:
         """True if a gradient that arrives now is like those that rest."""
         if self.unit is not None and self.unit.state is not UnitState.UNSHARDED:
             return False
+        if self._is_in_order:
+            return True
         stream = current_stream(self.shard.device)
         if self.stream is None:
             self.stream = stream
@@ -99,18 +108,24 @@ class Arrivals:
 
     def count(self) -> bool:
         """Counts a gradient. Returns True if it was the last."""
-        was_missing, self.missing = self.missing, max(self.missing - 1, 0)
-        return was_missing == 1
+        if not self.missing:
+            return False
+        self.missing -= 1
+        return not self.missing
 
     def take(self) -> dict[int, torch.Tensor] | None:
         """Takes the gradients that rest, by the indices of their params.
 
         None, and nothing is taken, if one of them is not like the others: sparse, say, or added to an earlier sum.
         """
-        found = {index: param.grad for index, param in zip(self._indices, self._params, strict=True)}
-        grads = {index: grad for index, grad in found.items() if grad is not None}
-        if {type(grad) for grad in grads.values()} == {torch.Tensor}:
-            if {grad.layout for grad in grads.values()} != {torch.strided}:
+        found = list(map(gradient_in, self._params))
+        grads, kinds = dict(zip(self._indices, found, strict=True)), {*map(type, found)}
+        if NoneType in kinds:
+            kinds -= {NoneType}
+            grads = {index: grad for index, grad in grads.items() if grad is not None}
+            found = list(grads.values())
+        if kinds == {torch.Tensor}:
+            if {*map(_LAYOUT, found)} != {torch.strided}:
                 return None
             for param in self._params:
                 param.grad = None

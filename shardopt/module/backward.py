@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
-    from ..domain.turn import Turn
 
 
 class RoundState(Enum):
@@ -102,12 +101,13 @@ class Backward(RoundGradients):
         before_round: is called before each round while a ``join()`` is open, with the numbers of the params that hold a
             gradient. It returns the divisor of the round's sums, or None for the number of all ranks.
         closure: the closure of a step, if one runs.
+        turn: of the optimizer, which each hook holds.
         followers: of the main domain: the backwards of experts, in the same order on all ranks.
     """
 
     def __init__(self, domain: Domain, num_batches: int | None = None):
         super().__init__(domain, num_batches)
-        self.followers: list[Backward] = []
+        self.turn, self.followers = domain.turn, list[Backward]()
         self._lead: weakref.ref[Backward] | None = None  # weak: a cycle would outlive the optimizer
         self._hooks: list[Any] = []
         self.is_syncing = self.is_in_forward = False
@@ -121,11 +121,6 @@ class Backward(RoundGradients):
         self.before_round: Callable[[list[int]], int | None] | None = None
         self.units: Mapping[str, Sequence[torch.nn.Parameter]] = {}
         self.closure = ClosureState()
-
-    @property
-    def turn(self) -> Turn:
-        """The turn of the optimizer, which each hook holds."""
-        return self._domain.turn
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +136,7 @@ class Backward(RoundGradients):
             by_shard.setdefault(entry.shard, []).append(entry)
         for shard, some in by_shard.items():
             # Held weakly: a cycle would outlive the optimizer.
-            reduce = call_while_alive(lambda me, entry: me.reduce_gradient(entry), self)
+            reduce = call_while_alive(type(self).reduce_gradient, self)
             self._arrivals[shard] = Arrivals(reduce, shard, some)
             self._hooks += self._arrivals[shard].attach()
         self._number(by_shard)
@@ -501,7 +496,7 @@ class Backward(RoundGradients):
     @holding("backward()")
     def reduce_gradient(self, entry: ParamRecord) -> None:
         """Takes the gradient of a param that autograd has just accumulated."""
-        lead = self.lead
+        lead = self if self._lead is None else self.lead
         try:
             if entry.outer is not entry.param:  # a DTensor, whose local gradient is placed as the param
                 entry.place_gradient()
@@ -509,7 +504,7 @@ class Backward(RoundGradients):
             if not lead.is_syncing:
                 _note_unreduced(entry, is_early=False)
                 return
-            if not self.is_open:
+            if not self._reducer.is_open:
                 lead.open_round()
             arrivals = self._arrivals[entry.shard]
             with torch._C.DisableTorchFunctionSubclass():

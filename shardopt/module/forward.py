@@ -31,7 +31,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -95,8 +95,8 @@ class Forward:
         self._running: list[_ModuleCall] = []  # calls in forward, from the outermost
         # The nodes of the outputs of the call that ended last: the inputs of the next one, nearly always.
         self._ends: dict[Any, _NodeHook] = {}
-        self._using: Counter[Unit] = Counter()  # number of calls in backward that need a unit
-        self._open: list[_ModuleCall] = []  # calls in backward
+        self._using = defaultdict["Unit", int](int)  # number of calls in backward that need a unit
+        self._open: dict[_ModuleCall, None] = {}  # calls in backward, in their order
         self._moments = itertools.count()  # beginnings and ends of calls in forward
         self.backwards = 0
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -431,8 +431,10 @@ class Forward:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        check_not_alone(self._domains[0], "a backward")
-        self._end_interrupted()
+        if self.turn.alone is not None:
+            check_not_alone(self._domains[0], "a backward")
+        if self._running:
+            self._end_interrupted()
         if self._gatherer.direction is not Direction.BACKWARD and not self._running:
             self._begin_pass(Direction.BACKWARD)
 
@@ -443,10 +445,14 @@ class Forward:
     @holding("backward()")
     def pre_backward(self, call: _ModuleCall) -> None:
         """Gathers the units of a call whose backward begins."""
-        for other in [each for each in self._open if each.is_over_before(call)]:
-            other.end_backward()
+        for other in tuple(self._open):
+            # No node of a call runs any more once the backward of an earlier one begins. That says nothing about a
+            # backward within a backward, and about the thread of another device.
+            if other._began > call._ended and other._task == call._task and other.devices == call.devices:
+                other.is_open = False
+                self._end_backward_of(other)
         self._begin_backward()
-        self._open.append(call)
+        self._open[call] = None
         # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
         is_counted = not torch.is_grad_enabled()
         for unit in call.units:
@@ -459,8 +465,11 @@ class Forward:
     @holding("backward()")
     def post_backward(self, call: _ModuleCall) -> None:
         """Ends the use of the units of a call whose backward is complete."""
+        self._end_backward_of(call)
+
+    def _end_backward_of(self, call: _ModuleCall) -> None:
         if call in self._open:
-            self._open.remove(call)
+            del self._open[call]
         for unit in call.units:
             if self._using[unit]:  # end_backward() may have come before
                 self._using[unit] -= 1
@@ -525,13 +534,14 @@ class _NodeHook:
 
     def __init__(self, arrived: Callable[[], None] | None):
         self._arrived = arrived
-        self.done: list[tuple[Callable[[int], None], int]] = []  # whose inputs the node is, with the number of each
+        self.done: list[tuple[_ModuleCall, int]] = []  # whose inputs the node is, with the number of each
 
     def __call__(self, _: Any) -> None:
         if self._arrived is not None:
             self._arrived()
-        for done, number in self.done:
-            done(number)
+        for call, number in self.done:
+            if call.is_open:
+                call.input_done(number)
 
 
 class _ModuleCall:
@@ -545,11 +555,12 @@ class _ModuleCall:
         reads: how often its code read a param that is of no module of the call's.
         place: of the call, until the forward ends.
         starts: the nodes of its inputs from before the call, with their hooks, if they have some.
+        is_open: True from the first output to the last input, in a backward.
     """
 
     __slots__ = (
-        "__weakref__", "_backward", "_began", "_ended", "_forward", "_inputs", "_is_open", "_left", "_own", "_task",
-        "devices", "module", "place", "readables", "reads", "starts", "units", "versions",
+        "__weakref__", "_backward", "_began", "_ended", "_forward", "_inputs", "_left", "_own", "_task",
+        "devices", "is_open", "module", "place", "readables", "reads", "starts", "units", "versions",
     )  # fmt: skip
 
     def __init__(self, forward: Forward, module: nn.Module, own: Collection[Any]):
@@ -567,7 +578,7 @@ class _ModuleCall:
         self.place = Place.of_hook()
         self.starts: dict[Any, _NodeHook | None] = {}
         self._inputs, self._left = 0, set[int]()  # the number of all inputs; the incomplete ones
-        self._is_open, self._backward = False, -1  # True from the first output to the last input, in this backward
+        self.is_open, self._backward = False, -1
         self._task = -1  # of autograd, that runs this backward
         self._began, self._ended = next(forward._moments), math.inf
 
@@ -593,7 +604,7 @@ class _ModuleCall:
                 if hook is None:
                     hook = _NodeHook(None)
                     node.register_prehook(hook)
-                hook.done.append((self.input_done, number))
+                hook.done.append((self, number))
         forward = self._forward()
         assert forward is not None
         self._ended = next(forward._moments)
@@ -611,24 +622,10 @@ class _ModuleCall:
                 "gathers them was closed or dropped meanwhile. Gradients would be computed with memory that holds "
                 "something else."
             )
-        if not (self._is_open and self._backward == forward.backwards):
-            self._left, self._is_open, self._backward = set(range(self._inputs)), True, forward.backwards
+        if not (self.is_open and self._backward == forward.backwards):
+            self._left, self.is_open, self._backward = set(range(self._inputs)), True, forward.backwards
             self._task = torch._C._current_graph_task_id()
             forward.pre_backward(self)
-
-    def is_over_before(self, other: _ModuleCall) -> bool:
-        """True if no node of this call runs any more, now that the backward of another call begins.
-
-        The order says nothing about a backward within a backward, and about the thread of another device.
-        """
-        return self._began > other._ended and self._task == other._task and self.devices == other.devices
-
-    def end_backward(self) -> None:
-        """Ends the call's backward."""
-        self._is_open, self._left = False, set()
-        forward = self._forward()
-        if forward is not None:
-            forward.post_backward(self)
 
     def _check_opened(self, _: Any) -> None:
         """Raises ReleasedError if backward ran through the call, and came to none of its outputs."""
@@ -645,10 +642,11 @@ class _ModuleCall:
     def input_done(self, number: int) -> None:
         """Is called when the gradient of an input is complete, once or twice."""
         forward = self._forward()
-        if forward is not None and self._is_open and self._backward == forward.backwards and self._left:
+        if forward is not None and self.is_open and self._backward == forward.backwards:
             self._left.discard(number)
             if not self._left:
-                self.end_backward()
+                self.is_open = False
+                forward.post_backward(self)
 
 
 def _check_no_transform() -> None:

@@ -18,8 +18,13 @@ def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: 
     references = [weakref.ref(each) for each in objects]
 
     def call(*arguments: Any) -> Any:
-        alive = [reference() for reference in references]
-        return otherwise if any(each is None for each in alive) else function(*alive, *arguments)
+        alive: tuple[object, ...] = ()
+        for reference in references:
+            one = reference()
+            if one is None:
+                return otherwise
+            alive += (one,)
+        return function(*alive, *arguments)
 
     return call
 

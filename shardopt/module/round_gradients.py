@@ -19,10 +19,10 @@ from ..domain.host_sum import HostSum
 from ..errors import CommunicationError, DisagreementError, ShardoptError
 from ..kernels.reductions import norms_of_limbs
 from ..kernels.tables import Gradients, sent
-from ..partition.streams import last_used, on_stream
+from ..partition.streams import call_on, last_used
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, set_norms, settle
-from ..tensors.unsharded_guard import keep_pattern
+from ..tensors.unsharded_guard import gradient_in, keep_pattern
 from .gradient_report import GradientFlags, Report, ReportLayout
 from .gradient_totals import GradientTotals
 from .hooks import call_while_alive
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .arrivals import Arrivals
     from .gradient_weights import GradientWeights
 
+# The references to a part that only its slice refers to, while all parts are counted in one list.
+_UNSHARED = next(map(getrefcount, [object()])) + 1
 _REPORTING = "telling norms of gradients"
 
 
@@ -87,9 +89,9 @@ class RoundGradients:
     @property
     def _reducer(self) -> Reducer:
         """The reducer of the domain, which is bound."""
-        reducer = self._domain.reducer
-        assert reducer is not None
-        return reducer
+        links = self._domain.links
+        assert links is not None and links.reducer is not None
+        return links.reducer
 
     @property
     def layout(self) -> ReportLayout:
@@ -100,6 +102,11 @@ class RoundGradients:
     def _slices(self) -> list[GradientSlice]:
         """The slices of all gradients."""
         return [entry.gradient_slice for entry in self.entries if entry.gradient_slice is not None]
+
+    @property
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """What ``param.grad`` is now, of each of ``entries``."""
+        return list(map(gradient_in, [entry.outer for entry in self.entries]))
 
     def _number(self, shards: Iterable[Shard]) -> None:
         """Gives numbers to all params anew; these shards are new."""
@@ -134,17 +141,17 @@ class RoundGradients:
         held: list[set[int]] = [set() for _ in self._reducer.buckets]
         absent: list[set[int]] = [set() for _ in self._reducer.buckets]
         fresh: list[int] = []  # gradients that begin anew
-        for entry in self.entries:
+        for entry, grad in zip(self.entries, self._gradients, strict=True):
             gradient_slice = entry.gradient_slice
             # A sum that is used at once waits for what micro-batches brought before the param was frozen.
-            if not entry.outer.requires_grad and (gradient_slice is not None or entry.outer.grad is None):
+            if not entry.outer.requires_grad and (gradient_slice is not None or grad is None):
                 absent[entry.shard.number].add(entry.index)
             if gradient_slice is None:
                 continue
             gradient_slice.edits, gradient_slice.is_moving, gradient_slice.has_mean = [], True, False
             if gradient_slice.was_read:
                 gradient_slice.keep_mean()
-            if entry.outer.grad is None or not gradient_slice.shows_in(entry.grad):
+            if grad is None or not gradient_slice.shows_in(entry.grad):
                 gradient_slice.pending = gradient_slice.undivided = None
                 fresh += (gradient_slice.number,)
                 continue
@@ -170,13 +177,11 @@ class RoundGradients:
         """Delivers the gradients of a bucket that rest, and counts those that are still missing."""
         grads, number, reducer = arrivals.take(), arrivals.shard.number, self._reducer
         if grads is None:
-            with on_stream(arrivals.stream):
-                for entry in arrivals.entries:
-                    if entry.outer.grad is not None and (shown_slice(entry) is None or _is_pending(entry)):
-                        self._deliver(entry)
+            for entry in arrivals.entries:
+                if entry.outer.grad is not None and (shown_slice(entry) is None or _is_pending(entry)):
+                    call_on(arrivals.stream, self._deliver, entry)
         elif grads:
-            with on_stream(arrivals.stream):
-                reducer.deliver(number, grads, arrivals.shard.all_strides)
+            call_on(arrivals.stream, reducer.deliver, number, grads, arrivals.shard.all_strides)
         arrivals.missing = reducer.num_awaited(number)
 
     def _check_here(self, entry: ParamRecord) -> None:
@@ -241,8 +246,8 @@ class RoundGradients:
             if arrivals.missing:
                 self._hand_over(arrivals)
             arrivals.missing = 0
-        for number, entry in enumerate(self.entries):
-            if entry.outer.grad is None:
+        for number, (entry, grad) in enumerate(zip(self.entries, self._gradients, strict=True)):
+            if grad is None:
                 continue
             held[number] = shown_slice(entry) is not None
             if (_is_pending(entry) or not held[number]) and self._is_reduced(entry):
@@ -333,9 +338,11 @@ class RoundGradients:
         shown = np.flatnonzero(report.present | report.held)
         measured = np.zeros(len(self.entries), dtype=bool)
         for shard, numbers in self._numbers.items():
-            if self._reducer.reduces(shard.number, self._stage) or shard.number in self._late_buckets:
+            reduces_all = self._stage is None
+            if reduces_all or self._reducer.reduces(shard.number, self._stage) or shard.number in self._late_buckets:
                 measured[numbers] = True
         rounds, slices = self._reducer.rounds, list[GradientSlice]()
+        to_show: list[tuple[ParamRecord, GradientSlice]] = []
         for number, is_held in zip(shown.tolist(), report.held[shown].tolist(), strict=True):
             entry = self.entries[number]
             gradient_slice = entry.gradient_slice
@@ -347,13 +354,14 @@ class RoundGradients:
             if gradient_slice.kept:
                 gradient_slice.drop_kept()
             slices += (gradient_slice,)
-            if is_held:
-                continue
-            # A part that only the slice refers to can show another gradient: the other reference is the call's.
-            if entry.outer is entry.param and getrefcount(gradient_slice.part) == 2:
-                entry.param.grad = gradient_slice.part
+            if not is_held:
+                to_show += ((entry, gradient_slice),)
+        uses = list(map(getrefcount, [own.part for _, own in to_show]))
+        for (entry, own), count in zip(to_show, uses, strict=True):
+            if entry.outer is entry.param and count == _UNSHARED:  # it can show another gradient
+                entry.param.grad = own.part
             else:
-                entry.show_gradient(GradientPart(gradient_slice, entry.param))
+                entry.show_gradient(GradientPart(own, entry.param))
         settle(slices)
         numbers = shown[measured[shown]]
         found = [self.entries[number].gradient_slice for number in numbers.tolist()]

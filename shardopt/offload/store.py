@@ -268,4 +268,4 @@ class ResidentStore(Store):
     def fetch(self, chunk: Chunk) -> Fetched:
         home = chunk.home
         assert isinstance(home, ResidentStorage)  # its only chunk is the whole shard
-        return Fetched([home.streams[name] for name in chunk.names], chunk.param, chunk.gradients)
+        return Fetched(list(map(home.streams.__getitem__, chunk.names)), chunk.param, chunk.gradients)

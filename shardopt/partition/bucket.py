@@ -106,18 +106,15 @@ class Bucket:
         Args:
             keeps_pages: see :meth:`Memory.free`; ``memory`` is whose pages another bucket may take.
         """
-        self.guard()
+        if self._shown:
+            self.guard()
         self.memory.free(keeps_pages)
 
     def guard(self) -> None:
         """Guards params: a read of one is an error."""
         for each in self._shown:
             each.hide()
-        self._shown.clear()
-
-    def allocate(self, freed: Memory | None = None) -> None:
-        """Allocates the memory again, perhaps at another address; it holds anything. See :meth:`Memory.allocate`."""
-        self.memory.allocate(freed)
+        del self._shown[:]
 
     def readable(self, indices: tuple[int, ...]) -> Readable:
         """Returns these params as some that code may read together."""

@@ -88,5 +88,7 @@ class Memory:
             nbytes, whole = (fits // page * page for page in (mmap.PAGESIZE, HUGE_PAGE))
             move_pages(freed.tensor.data_ptr(), self.tensor.data_ptr(), nbytes, whole)
             freed.give_pages_back()  # what did not fit
-        if self._mapping is None and self.tensor.untyped_storage().resizable():
-            self.tensor.untyped_storage().resize_(self.nbytes)
+        if self._mapping is None and not self._is_small:
+            storage = self.tensor.untyped_storage()
+            if storage.resizable():
+                storage.resize_(self.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
     # A param as the bucket has it, as the model has it, the class of that, and the class that guards it.
     Guarded = tuple[Parameter, Parameter, type, type]
+
+
+_VERSION = attrgetter("_version")  # in C: of many params at once
 
 
 class Readable:
@@ -45,7 +49,7 @@ class Readable:
 
     def versions(self) -> list[int]:
         """Returns the version counters of the params. The bucket must be allocated."""
-        return [param._version for param in self._params]
+        return list(map(_VERSION, self._params))
 
     def written(self, versions: Sequence[int]) -> Parameter | None:
         """Returns a param that was written to since it had this version, if there is one."""

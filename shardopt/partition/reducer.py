@@ -20,6 +20,7 @@ of their own, and leaves the others' sums as they are. A gradient that comes for
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..profiler import label
+from ..profiler import labelled
 from ..tensors.strides import flattened
 from .comm.left import RankLeft
 from .comm.reduce_scatter import PHASE
@@ -98,6 +99,7 @@ class Reducer:
         self._across: ReduceScatter | None = replicas.reduce_scatter() if mesh.is_hybrid else None
         self._mechanisms = [each for each in (self._reduce_scatter, self._across) if each is not None]
         self.buckets: list[GradientBucket] = []
+        self._shares: list[float] = []  # of each bucket, see :meth:`ReduceScatter.share`
         self.is_open = self.is_reduced = False
         self._pipeline_stages: list[int] = []  # of each bucket
         self._order: list[int] = []
@@ -113,7 +115,7 @@ class Reducer:
         self._sums = StreamUses(torch.device("cpu"))  # by the stream that opened the round
         self._started = self._started_across = 0
         self._completed: list[int] = []
-        self._pool: dict[torch.dtype, list[ReductionBuffer]] = {}
+        self._pool = defaultdict[torch.dtype, list[ReductionBuffer]](list)
         self._reducing: dict[Reduction, tuple[ReductionBuffer, int]] = {}  # with the number of the bucket
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # a rank that never comes is given up in the end
         self._patience, self._was_patient = self._most_patience, True
@@ -127,6 +129,7 @@ class Reducer:
         """Adds a bucket, between rounds, of this pipeline stage. Returns its number."""
         self._windows.append(window)
         self.buckets.append(bucket)
+        self._shares.append(self._reduce_scatter.share(bucket.dtype))
         self._order.append(len(self.buckets) - 1)
         self._pipeline_stages.append(pipeline_stage)
         self._seen.append(set(range(bucket.num_params)))
@@ -174,13 +177,15 @@ class Reducer:
             pipeline_stage: whose buckets are reduced; None: all. The same on all ranks.
         """
         self._pipeline_stage = pipeline_stage
-        self._round_order = [number for number in self._order if self.reduces(number, pipeline_stage)]
+        self._round_order = list(self._order)
         self._filling = [
             _Filling(sums, seen - frozen) for sums, seen, frozen in zip(held, self._seen, absent, strict=True)
         ]
-        for number, filling in enumerate(self._filling):
-            if not self.reduces(number, pipeline_stage):
-                filling.awaited, filling.started = set(), True
+        if pipeline_stage is not None:
+            self._round_order = [number for number in self._order if self.reduces(number, pipeline_stage)]
+            for number, filling in enumerate(self._filling):
+                if not self.reduces(number, pipeline_stage):
+                    filling.awaited, filling.started = set(), True
         # Halved after every round that used it up: ranks of a program that wait for each other do so in every round.
         self._patience = self._most_patience if self._was_patient else self._patience / 2
         self._was_patient = True
@@ -202,7 +207,10 @@ class Reducer:
             strides: of each of the bucket's params; the buffer has their storage order.
         """
         try:
-            with torch.no_grad():
+            if torch.is_grad_enabled():  # hardly ever in a backward
+                with torch.no_grad():
+                    self._deliver(number, grads, strides)
+            else:
                 self._deliver(number, grads, strides)
         except RankLeft as error:
             self._note_left(error)
@@ -233,15 +241,15 @@ class Reducer:
                 filling.late[index] = grad.detach() if sooner is None else sooner + grad
             filling.strides = strides
             return
-        share = self._reduce_scatter.share(bucket.dtype)
-        if share == 1.0 and bucket.is_filled_by(grads, strides):
+        share = self._shares[number]
+        if bucket.num_params == 1 and share == 1.0 and bucket.is_filled_by(grads, strides):
             filling.buffer = ReductionBuffer(flattened(grads[0].detach()), is_pooled=False)
             filling.buffer.mark()
         else:
             if filling.buffer is None:
                 filling.buffer = self._acquire_buffer(bucket)
             filling.buffer.fill(bucket, grads, strides, share)
-        filling.arrived.update(grads)
+        filling.arrived |= set(grads)
         if filling.arrived >= filling.awaited:
             # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
             if number not in self._completed:
@@ -278,9 +286,9 @@ class Reducer:
 
     def _pooled_buffer(self, bucket: GradientBucket) -> ReductionBuffer | None:
         """Takes a buffer that is large enough from the pool, if it has one."""
-        pool = self._pool.get(bucket.dtype, [])
+        pool = self._pool[bucket.dtype]
         for index, buffer in enumerate(pool):
-            if buffer.memory.numel() >= bucket.buffer_numel:
+            if buffer.numel >= bucket.buffer_numel:
                 return pool.pop(index)
         return None
 
@@ -289,8 +297,7 @@ class Reducer:
         bucket = self.buckets[number]
         reduction = bucket.reduction(buffer.memory, add, arrived)
         self._reducing[reduction] = buffer, number
-        with label("reduce bucket", number):
-            self._reduce_scatter.start(reduction)
+        labelled("reduce bucket", number, self._reduce_scatter.start, reduction)
         while len(self._reducing) > BUCKETS_UNDER_WAY and self._may_wait and self._is_much_under_way():
             self._drain(len(self._reducing) - 1)
 
@@ -316,9 +323,10 @@ class Reducer:
         for reduction in ended:
             buffer, number = self._reducing.pop(reduction)
             self.buckets[number].sink.use(reduction, self._filling[number].arrived)
-            buffer.mark()  # the current stream waited for the reduction
+            if buffer.has_streams:
+                buffer.mark()  # the current stream waited for the reduction
             if buffer.is_pooled:
-                self._pool.setdefault(buffer.memory.dtype, []).append(buffer)
+                self._pool[buffer.memory.dtype].append(buffer)
             else:
                 last_used(buffer.memory)
 
@@ -330,22 +338,24 @@ class Reducer:
             self._note_left(error)
 
     def _start_completed(self) -> None:
-        while self._left is None and self._started < len(self._round_order):
-            number = self._round_order[self._started]
+        if self._left is not None:
+            return
+        for number in self._round_order[self._started :]:
             if not self._filling[number].arrived >= self._filling[number].awaited:
                 break
             self._start(number)
-        if self._left is None:
-            self._recycle(self._reduce_scatter.progress())
+        self._recycle(self._reduce_scatter.progress())
 
     def _start(self, number: int) -> None:
         """Starts the reduction of a bucket; gradients that did not arrive are zero."""
         bucket, filling = self.buckets[number], self._filling[number]
         buffer = filling.buffer if filling.buffer is not None else self._acquire_buffer(bucket)
-        buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
+        if buffer.has_streams:
+            buffer.join()  # several streams may have filled it; see [Note: Streams of a reduction]
         # The sums that this round adds to may just have been multiplied back from a mean that the user scaled, on the
         # stream of the round's first gradient. Test: test_a_sum_is_added_to_once_it_is_restored in test_rounds.py.
-        self._sums.join()
+        if self._sums.has_streams:
+            self._sums.join()
         everything = set(range(bucket.num_params))
         for index in everything - filling.arrived:
             buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
@@ -358,8 +368,7 @@ class Reducer:
 
     def _prefetch_next(self) -> None:
         """Begins to load the sum that the next bucket adds to, while that bucket is filled."""
-        if self._started < len(self._round_order):
-            number = self._round_order[self._started]
+        for number in self._round_order[self._started : self._started + 1]:
             if self._filling[number].held:
                 self.buckets[number].sink.prefetch()
 
@@ -370,7 +379,8 @@ class Reducer:
             # wait for the copies has none: without the first wait a dead rank would hang this one for ever.
             world.wait_for_stream(device, PHASE)
         for bucket in self.buckets:
-            bucket.sink.wait_for_copies()
+            if bucket.sink.is_on_host:
+                bucket.sink.wait_for_copies()
 
     def finish(self) -> None:
         """Reduces all remaining buckets and waits until every rank's sums are whole.
@@ -395,15 +405,15 @@ class Reducer:
                 continue
             if self._pipeline_stage not in self._ordered:
                 seen.clear()
-            seen.update(filling.arrived, filling.late, filling.passed_over)
+            seen |= filling.arrived | filling.passed_over | set(filling.late)
 
-    def arrived(self, number: int) -> Flags:
-        """1D [params] bool: True if this rank had a gradient of the bucket's param in this round."""
+    def arrived(self, number: int) -> Flags | bool:
+        """1D [params] bool: True if this rank had a gradient of the bucket's param in this round; True: of all."""
         filling = self._filling[number]
-        return _flags(filling.arrived.union(filling.late), self.buckets[number].num_params)
+        return _flags(filling.arrived | set(filling.late), self.buckets[number].num_params)
 
-    def late(self, number: int) -> Flags:
-        """1D [params] bool: True if this rank has one that arrived after the bucket was reduced."""
+    def late(self, number: int) -> Flags | bool:
+        """Like ``arrived``, of those that arrived after the bucket was reduced."""
         return _flags(self._filling[number].late, self.buckets[number].num_params)
 
     def has_late(self, number: int) -> bool:
@@ -424,7 +434,7 @@ class Reducer:
             buffer = self._acquire_buffer(bucket)
             buffer.join()
             buffer.memory.zero_()
-            buffer.fill(bucket, filling.late, filling.strides, self._reduce_scatter.share(bucket.dtype))
+            buffer.fill(bucket, filling.late, filling.strides, self._shares[number])
             late, filling.late = filling.late.keys(), {}
             self._start_reduction(number, buffer, add, late)
         self._recycle(self._reduce_scatter.finish())
@@ -510,9 +520,9 @@ class Reducer:
             mechanism.catch_up(self.rounds)
 
 
-def _flags(indices: Collection[int], num_params: int) -> Flags:
+def _flags(indices: Collection[int], num_params: int) -> Flags | bool:
     if len(indices) == num_params:
-        return np.ones(num_params, dtype=bool)
+        return True
     flags = np.zeros(num_params, dtype=bool)
     flags[list(indices)] = True
     return flags

@@ -18,9 +18,9 @@ class ReductionBuffer(StreamUses):
 
     def __init__(self, memory: torch.Tensor, is_pooled: bool):
         super().__init__(memory.device)
-        self.memory, self.is_pooled = memory, is_pooled  # 1D
-        # The views of a bucket's gradients, by index. Making one takes longer than a small copy.
-        self._views: dict[GradientBucket, dict[int, torch.Tensor]] = {}
+        self.memory, self.numel, self.is_pooled = memory, memory.numel(), is_pooled  # 1D
+        # The views of some of a bucket's gradients, by their indices. Making one takes longer than a small copy.
+        self._views: dict[tuple[GradientBucket, tuple[int, ...]], list[torch.Tensor]] = {}
 
     def fill(
         self,
@@ -37,12 +37,16 @@ class ReductionBuffer(StreamUses):
         """
         if not grads:
             return
-        self.occupy()  # another stream may have waited for an earlier reduction of this buffer
-        views = self._views.setdefault(bucket, {})
-        for index in grads.keys() - views.keys():
-            views[index] = self.memory.as_strided(grads[index].size(), strides[index], bucket.offsets[index])
+        if self.has_streams:
+            self.occupy()  # another stream may have waited for an earlier reduction of this buffer
+        place = bucket, tuple(grads)
+        if place not in self._views:
+            self._views[place] = [
+                self.memory.as_strided(grad.size(), strides[index], bucket.offsets[index])
+                for index, grad in grads.items()
+            ]
         if share == 1.0:
-            torch._foreach_copy_([views[index] for index in grads], list(grads.values()))
+            torch._foreach_copy_(self._views[place], list(grads.values()))
         else:
-            for index, grad in grads.items():
-                torch.mul(grad, share, out=views[index])  # in the gradient's dtype, then rounded to the buffer's
+            for view, grad in zip(self._views[place], grads.values(), strict=True):
+                torch.mul(grad, share, out=view)  # in the gradient's dtype, then rounded to the buffer's

@@ -20,12 +20,10 @@ ready to be added to. That use is marked too, and each reduction joins it before
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-_HERE = nullcontext()
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -34,16 +32,24 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
 
 
-def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """A context in which this thread computes on a stream of its device; None: on the current one."""
-    return _HERE if stream is None else torch.cuda.stream(stream)
+def call_on(stream: torch.cuda.Stream | None, call: Callable[..., object], *arguments: object) -> None:
+    """Makes a call on a stream of this thread's device; None: on the current one."""
+    if stream is None:
+        call(*arguments)
+    else:
+        with torch.cuda.stream(stream):
+            call(*arguments)
 
 
 class StreamUses:
-    """The streams that have used some memory, and up to where."""
+    """The streams that have used some memory, and up to where.
+
+    Attributes:
+        has_streams: False on a CPU, where no call has anything to do.
+    """
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self.has_streams = device, device.type == "cuda"
         self._events: dict[Any, torch.cuda.Event] = {}  # by stream that used the memory; empty on a CPU
         self._user: torch.cuda.Stream | None = None  # whose use goes on: it has no mark yet
 

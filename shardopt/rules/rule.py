@@ -151,7 +151,7 @@ class Rule:
                 f"add {missing[0]!r} to the optimizer's defaults: rule {self.name!r} asks for flags.{missing[0]}, and "
                 f"the param group has only {sorted(group)}, so that which branch to take is unknown."
             )
-        flags = tuple(bool(group[name]) for name in self.flags)
+        flags = map(bool, map(group.__getitem__, self.flags))
         variant = _variant(self, (*flags, *self.answers(group, shape)))
         return variant if self.average is None else _averaging(variant)
 
@@ -202,7 +202,7 @@ class Rule:
             # The first average is the param itself: the state begins with zeros, which must not count.
             values[_EMA_RATE] = 1.0 if step == 1 else 1.0 - self.average
         try:
-            scalars = tuple(float(values[name]) for name in variant.scalars)
+            scalars = tuple(map(float, map(values.__getitem__, variant.scalars)))
             carries = {name: float(values[name]) for name in self.carried}
         except KeyError as error:
             raise RuleError(
@@ -211,8 +211,11 @@ class Rule:
             ) from None
         except (ArithmeticError, TypeError, ValueError) as error:
             raise self._refuse_scalars(group, step, f"are not numbers ({error})") from error
-        for name, value in zip((*variant.scalars, *carries), (*scalars, *carries.values()), strict=True):
-            if not abs(value) < _ROUNDS_TO_INF:
+        every = (*scalars, *carries.values())
+        if not all(map(_ROUNDS_TO_INF.__gt__, map(abs, every))):  # NaN is not less, either
+            for name, value in zip((*variant.scalars, *carries), every, strict=True):
+                if abs(value) < _ROUNDS_TO_INF:
+                    continue
                 raise self._refuse_scalars(group, step, f"hold {name}={value:g}, not a finite fp32 number")
         return scalars, carries
 

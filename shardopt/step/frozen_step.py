@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from ..tensors.gradient import GradientPart
+from ..tensors.unsharded_guard import gradient_in
 from .alike import AlikeParams, StepScalars
-from .launches import Launch, LaunchForm, StepPlan, forms_of
+from .launches import KeptChunks, Launch, LaunchForm, StepPlan, forms_of
 from .param_update import ParamUpdate
 from .variants import Variants
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 Numbers = Sequence[dict[str, Any]]  # the hyper-parameters of each group, as plain numbers
 
-_VERSION, _GRAD, _REQUIRES_GRAD = map(attrgetter, ("_version", "grad", "requires_grad"))
+_VERSION, _REQUIRES_GRAD = map(attrgetter, ("_version", "requires_grad"))
 # Of a gradient that is read where autograd left it: as those of ListedParams.attributes, and the layout.
 _OF_GRADIENT: Sequence[Callable[[torch.Tensor], Any]] = (
     torch.Tensor.size,
@@ -82,19 +83,36 @@ class Facts:
 
 
 class _FrozenLaunch:
-    """A launch, and which of the step's updates are its rows."""
+    """A launch, and which of the step's updates are its rows.
+
+    Attributes:
+        stays: True if all of it but the scalars is the same in each step.
+    """
 
     def __init__(self, form: LaunchForm, number_of: Mapping[ParamRecord, int], updates: Sequence[ParamUpdate]):
         self._form, self._rows = form, list(form.entries)
         self._numbers = [number_of[entry] for entry in form.entries.values()]
         # Sums stay where they are: the updates of all steps are the same.
         self._updates = self._of(updates) if form.reads_sums else None
+        # So are launches, where scalars are all that a step tells the kernel.
+        self.stays = form.reads_sums and len(form.spec.passes) == 1 and not form.spec.needs_noise
+        self.stays = self.stays and form.whole.around is None and not form.whole.margins
+        self._kept: tuple[torch.device, Launch, np.ndarray[Any, Any]] | None = None
 
     def _of(self, updates: Sequence[ParamUpdate]) -> dict[int, ParamUpdate]:
         return dict(zip(self._rows, [updates[number] for number in self._numbers], strict=True))
 
     def launch(self, updates: Sequence[ParamUpdate], scalars: StepScalars, seed: int) -> Launch:
-        return self._form.launch(self._of(updates) if self._updates is None else self._updates, scalars, seed)
+        form, shard = self._form, self._form.shard
+        if self._kept is not None:
+            device, launch, table = self._kept
+            if device == shard.home.device and launch.gradients is shard.sum_table:
+                form.fill(table, scalars)
+                return launch
+        found = form.launch(self._of(updates) if self._updates is None else self._updates, scalars, seed)
+        if self.stays:
+            self._kept = shard.home.device, found, found.scalars.numpy()
+        return found
 
 
 def without_gradients(updates: Sequence[ParamUpdate]) -> list[ParamUpdate]:
@@ -178,6 +196,8 @@ class FrozenStep:
             for shard, its in by_shard.items()
             for form, _ in forms_of(shard, variants, its, self._alike)
         ]
+        # The chunks of other launches hold gradients, which are let go.
+        self._kept: KeptChunks | None = {} if all([each.stays for each in self._launches]) else None
 
     def _choose(self, numbers: Numbers) -> list[Any]:
         """Returns what of the groups chooses kernels and the order of work: the rest is scalars."""
@@ -204,7 +224,7 @@ class FrozenStep:
 
     def _grads(self) -> list[Any]:
         """Returns the gradients that are there before the step."""
-        return [] if self._awaits else list(map(_GRAD, self._listed.params))
+        return [] if self._awaits else list(map(gradient_in, self._listed.params))
 
     def _show_sums(self, grads: Sequence[Any]) -> bool:
         """True if the parts among the gradients show the sums, whole and divided as when the step was planned."""
@@ -232,7 +252,7 @@ class FrozenStep:
         """
         domain, updates = self._domain, self._sums if updates is None else updates
         if updates is None:
-            grads = list(map(_GRAD, self._listed.params))
+            grads = list(map(gradient_in, self._listed.params))
             present = grads if len(self._present) == len(grads) else [grads[number] for number in self._present]
             updates = self._updates(present)
         self._numbers = numbers
@@ -247,6 +267,7 @@ class FrozenStep:
             self._versions is not None,
             self.states,
             program=self.program,
+            kept=self._kept,
         )
 
     def _updates(self, grads: Sequence[torch.Tensor]) -> list[ParamUpdate]:

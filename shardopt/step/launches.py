@@ -49,7 +49,11 @@ if TYPE_CHECKING:
     from .param_update import ParamUpdate
 
 
-@dataclass(frozen=True)
+# By shard, the chunks that the last step updated, and what they were made of; see ``update.chunks_of``.
+KeptChunks = dict["Shard", tuple[Any, ...]]
+
+
+@dataclass(frozen=True, eq=False)
 class Launch:
     """One kernel launch over one shard: one pass of a rule.
 
@@ -103,7 +107,7 @@ class GradientStats(NamedTuple):
     norm: float | None = None  # 2-norm of all gradients, where every rank knows it
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepPlan:
     """What this rank would do in one domain."""
 
@@ -121,6 +125,7 @@ class StepPlan:
     stats: GradientStats = field(default_factory=GradientStats)
     margins: dict[ParamRecord, dict[str, torch.Tensor]] = field(default_factory=dict)  # new ones, from the update on
     program: Program = field(default_factory=Program)  # of its update
+    kept: KeptChunks | None = None  # the chunks that the last step updated; None: they are not kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,13 +166,11 @@ class LaunchForm:
             gradients = shard.tables.gradients_of(list(updates), grads, self.starts, self.is_on_host)
         backend_of(shard.home.device).prepare(spec, shard.home.device, gradients.aligned)
         table = np.zeros((shard.tables.num_rows, len(spec.scalars)), dtype=np.float32)
-        # Few are evaluated: the rows of each are filled together.
-        found = [(scalars.of_alike[number].values, rows) for number, rows in self.alike]
-        for values, rows in found:
-            own = values[: len(spec.scalars)]  # of a matrix rule, the first pass's; results of reductions are not known
-            table[rows, : len(own)] = own
+        found = self.fill(table, scalars)
         noise = _noise(seed, shard, updates) if spec.needs_noise else None
-        apply = plan_apply(shard, whole, found, partial(_noise, seed, shard, updates))
+        apply = None
+        if whole.around is not None:
+            apply = plan_apply(shard, whole.around, found, partial(_noise, seed, shard, updates))
         last, runs = len(spec.passes) - 1, scalars.runs
         runs_of_rows = {row: runs[entry] for row, entry in self.entries.items() if entry in runs} if runs else {}
         return Launch(
@@ -184,6 +187,16 @@ class LaunchForm:
             runs=runs_of_rows,
             ties=self.ties,
         )
+
+    def fill(self, table: np.ndarray[Any, Any], scalars: StepScalars) -> Sequence[tuple[Sequence[float], list[int]]]:
+        """Fills a table with the scalars of a step. Returns those of alike params, and the rows that have them."""
+        # Few are evaluated: the rows of each are filled together.
+        found = [(scalars.of_alike[number].values, rows) for number, rows in self.alike]
+        width = table.shape[1]
+        for values, rows in found:
+            own = values[:width]  # of a matrix rule, the first pass's; results of reductions are not known
+            table[rows, : len(own)] = own
+        return found
 
 
 def forms_of(

@@ -78,19 +78,18 @@ def spec_of(shard: Shard, variant: Variant, grad: Format) -> Spec:
 
 def plan_apply(
     shard: Shard,
-    variant: Variant,
+    around: tuple[Variant, Variant],
     scalars: Iterable[tuple[Sequence[float], Sequence[int]]],
     noise: Callable[[], torch.Tensor],
-) -> Apply | None:
+) -> Apply:
     """Makes the second pass of a rule of matrices, its kernel compiled.
 
     Args:
+        around: the passes before and after the function of the matrix.
         scalars: those of both passes, the first one's first, and the rows that have them.
         noise: makes the table of noise.
     """
-    if variant.around is None:
-        return None
-    accumulate, apply = variant.around
+    accumulate, apply = around
     spec, device = shard.spec(apply, BF16), shard.home.device
     backend_of(device).prepare(spec, device, True)
     table = np.zeros((shard.tables.num_rows, len(apply.scalars)), dtype=np.float32)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,8 +111,9 @@ class StepPlanner:
         _check_rules(domain, listed, numbers)
         updates = list(_with_gradients(domain, listed))
         self._frozen = _frozen_step(domain, listed, numbers, updates, states_of_shards(domain, listed, numbers))
-        written = list(dict.fromkeys([*written_params(domain), *listed.sources]))
-        plan = replace(self._frozen.plan(numbers, updates), written=written, sources=listed.sources)
+        plan = self._frozen.plan(numbers, updates)
+        plan.written = list(dict.fromkeys([*written_params(domain), *listed.sources]))
+        plan.sources = listed.sources
         return self._measured(plan, scale, overflow, is_part)
 
     def ahead(self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], all_anew: bool = False) -> FrozenStep:
@@ -154,8 +154,8 @@ class StepPlanner:
 
     def _measured(self, plan: StepPlan, scale: float, overflow: bool, is_part: bool) -> StepPlan:
         needs_limbs = is_part and self._domain.options.max_grad_norm is not None
-        stats = _stats_of(self._domain, plan.launches, plan.updates, scale, overflow, needs_limbs)
-        return replace(plan, stats=stats)
+        plan.stats = _stats_of(self._domain, plan.launches, plan.updates, scale, overflow, needs_limbs)
+        return plan
 
     def was_taken(self) -> None:
         """Notes that the step that was planned last was taken."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..offload.store import Chunk, Fetched, Store
     from ..partition.comm.group import Ranks
     from ..partition.comm.transport import Gather
+    from .launches import KeptChunks
     from .matrices import MatrixUpdate
 
 LaunchesByShard = Mapping[Shard, Sequence[Launch]]
@@ -84,17 +85,28 @@ class ChunkUpdate(NamedTuple):
         ]
 
 
-def chunks_of(shard: Shard, states: Iterable[str], launches: Sequence[Launch]) -> list[ChunkUpdate]:
+def chunks_of(
+    shard: Shard, states: Iterable[str], launches: Sequence[Launch], kept: KeptChunks | None = None
+) -> Sequence[ChunkUpdate]:
     """Makes missing states, divides sums of gradients, and lists the chunks of a shard that hold what is updated.
 
     Args:
         states: names of those that the shard needs, the same on all ranks.
+        kept: those of the last step, for shards that stay in memory.
     """
+    if kept and shard in kept:
+        home, param, known, chunks_before = kept[shard]
+        if home is shard.home and param is shard.param and known == launches:
+            return list[ChunkUpdate](chunks_before)
     shard.ensure_states(states)
-    launches = [launch.divided() for launch in launches]
-    names = dict.fromkeys([name for launch in launches for name in launch.spec.names])
-    rows = [row for launch in launches for row in launch.updates]
-    return [_chunk_update(shard, chunk, launches) for chunk in shard.chunks(names, [shard.pieces[row] for row in rows])]
+    divided = [launch.divided() for launch in launches]
+    names = dict.fromkeys([name for launch in divided for name in launch.spec.names])
+    rows = [row for launch in divided for row in launch.updates]
+    pieces = [shard.pieces[row] for row in rows]
+    chunks = [_chunk_update(shard, chunk, divided) for chunk in shard.chunks(names, pieces)]
+    if kept is not None and divided == launches and not shard.store.moves:
+        kept[shard] = shard.home, shard.param, divided, chunks
+    return chunks
 
 
 def _chunk_update(shard: Shard, chunk: Chunk, launches: list[Launch]) -> ChunkUpdate:
@@ -322,7 +334,7 @@ class Update:
         apart: dict[Shard, Sequence[ChunkUpdate]] = {}
 
         def prepare() -> None:
-            chunks = {shard: chunks_of(shard, plan.states[shard], its) for shard, its in launches.items()}
+            chunks = {shard: chunks_of(shard, plan.states[shard], its, plan.kept) for shard, its in launches.items()}
             if upon is not None:
                 chunks = {shard: [_upon(each, upon[shard]) for each in its] for shard, its in chunks.items()}
             if is_last and not domain.store.is_final:
@@ -484,13 +496,13 @@ def _streams(spec: Spec, each: ChunkUpdate, fetched: Fetched) -> Streams:
     """Returns what a launch over one chunk reads and writes."""
     streams = dict(zip(each.chunk.names, fetched.streams, strict=True))
     param = each.target if each.target is not None else fetched.param
-    states = tuple(streams[name] for name in spec.names)
-    scales = tuple(streams.get(scales_name(name)) for name in spec.names)
+    states = tuple(map(streams.__getitem__, spec.names))
+    scales = tuple(map(streams.get, map(scales_name, spec.names)))
     master = streams.get("master") if spec.has_master else None
     return Streams(streams["param"] if param is None else param, master, states, scales)
 
 
 def _folded(factors: Factors, divisor: int) -> Factors:
-    folded = factors._replace(divisor=divisor).folded()
+    folded = Factors(divisor, *factors[1:]).folded()
     assert folded is not None  # chunks_of() divided all others
     return folded

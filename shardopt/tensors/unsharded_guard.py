@@ -7,7 +7,7 @@ the param's class is :class:`ReleasedParameter`. A change of class costs a tenth
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -110,6 +110,16 @@ READS_NO_VALUES = {
 
 # These read the shape of what they are given, and the values of what they are called on.
 _READS_SHAPE = {_Tensor.view_as, _Tensor.reshape_as, _Tensor.expand_as}
+# ``param.grad`` in C. Of a released param it is asked within ``DisableTorchFunctionSubclass``.
+_GRAD: Any = _Tensor.grad
+gradient_in: Callable[[torch.Tensor], Any] = _GRAD.__get__
+_gradient_unguarded: Callable[..., Any] = partial(torch._C._disabled_torch_function_impl, gradient_in, ())
+
+
+def _gradient(param: torch.Tensor) -> Any:
+    return _gradient_unguarded((param,))
+
+
 _DETACHES = {_Tensor.detach, torch.detach, _Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
@@ -146,6 +156,9 @@ def own_class(tensor: torch.Tensor) -> type:
 
 class ReleasedParameter(torch.nn.Parameter):
     """An ``nn.Parameter`` of which this rank holds only its slice at this moment."""
+
+    # Clipping asks each param for it four times, and torch takes five times as long to ask the guard.
+    grad = property(_gradient, _GRAD.__set__, _GRAD.__delete__)
 
     @classmethod
     def __torch_function__(

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError
-from ..profiler import label
+from ..profiler import labelled
 from .slice_writes import SliceWrites
 from .unit import GatheredBucket, UnitState
 from .unit_orders import Direction, ModelPass, UnitOrders
@@ -73,6 +72,7 @@ class Gatherer:
         self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
         # In one rank's ``unsharded(alone=True)``: returns the all-gather of a unit, in which no other rank takes part.
         self._alone: Callable[[Unit], AllGather] | None = None
+        self.is_alone = False  # True while this rank reads alone
         self._held: frozenset[Unit] = frozenset()  # the units that were gathered when it began
         self.unsharded_contexts = 0  # contexts that are open in which all units are gathered
         self._gathered: dict[Unit, None] = {}  # the least recently used first
@@ -125,7 +125,10 @@ class Gatherer:
     def _gather_now(self, unit: Unit, may_be_coded: bool) -> None:
         if self._alone is None and self.writes.written:
             self.writes.after_writes()
-        self._unshard(unit, may_be_coded)
+        if unit.state is UnitState.SHARDED or self._outlives_backward or unit.is_coded:
+            self._unshard(unit, may_be_coded)
+        else:
+            self._gathered[unit] = self._gathered.pop(unit)  # now the most recently used
         if unit.state is not UnitState.UNSHARDED:
             self._wait_for_unshard(unit)
         unit.users += 1  # last: after an error the unit has no user
@@ -157,17 +160,18 @@ class Gatherer:
         assert unit.users >= 0
         if unit.users or unit.stays_shown:
             return
-        if not reshard:
+        if reshard:
+            self._reshard(unit)
+            return
+        now = self._pass
+        if now is None or not now.order or now.order[-1] != unit.name:
             # A use that ends after those of other units counts again: the schedule holds the unit.
             self._advance_to(unit)
             if self._freed:
                 self._give_pages_back()
-        if reshard:
-            self._reshard(unit)
-        else:
-            # The unit may be resharded at any time. A param that is read then holds anything; a write to it is lost.
-            for each in unit.buckets:
-                each.bucket.guard()
+        # The unit may be resharded at any time. A param that is read then holds anything; a write to it is lost.
+        for each in unit.buckets:
+            each.bucket.guard()
 
     def forget_uses(self, unit: Unit, count: int) -> None:
         """Ends uses by calls that an interrupt ended. Gathers and reshards nothing, for which ranks might wait."""
@@ -208,7 +212,7 @@ class Gatherer:
         if unit.users == 1:
             for each in unit.buckets:
                 each.bucket.move_params_out()
-                each.window = replace(each.window, flat=each.bucket.flat)
+                each.lies_in(each.bucket.flat)
         self.done(unit, reshard=True)
 
     def _unshard(self, unit: Unit, may_be_coded: bool = False) -> None:
@@ -225,26 +229,27 @@ class Gatherer:
             if may_be_coded or not unit.is_coded:
                 return
             self._wait_for_unshard(unit)  # and then the exact values follow, into the same memory
-        trains, holders, phase = may_be_coded and self._alone is None, unit.holders, f"gathering {unit.display_name}"
+        trains, holders = may_be_coded and self._alone is None, unit.holders
         is_coded, is_held, keeps_at = trains and unit.has_code, False, None
         if holders is not None and trains:
             now = self.writes.count[unit.transport]
             is_held = unit.held_at == now
             keeps_at = None if is_held else now
+        if unit.all_gather is None:
+            unit.all_gather = unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
         if is_held and holders is not None:
-            gathering = holders.all_gather(phase, GATHER_TIMEOUT)
-        elif self._alone is None:
-            gathering = unit.transport.all_gather(phase, GATHER_TIMEOUT)
+            gathering = holders.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
         else:
-            gathering = self._alone(unit)
+            gathering = unit.all_gather if self._alone is None else self._alone(unit)
         try:
             for each in unit.buckets:
                 if is_sharded:
-                    each.bucket.allocate(self._pages_for(each.bucket))
+                    memory = each.bucket.memory
+                    memory.allocate(self._pages_for(memory) if self._freed else None)
                 if is_held:
                     each.put_part()
                     continue
-                each.param_shard.read(each.bucket.shard(unit.transport.ranks.rank))
+                each.param_shard.read(each.own)
                 if is_coded:
                     each.encode()
         except BaseException:  # the slice is read from a disk
@@ -257,11 +262,8 @@ class Gatherer:
         # arrived.
         unit.gathering, unit.state, unit.is_coded = gathering, UnitState.UNSHARDING, is_coded
         unit.keeps_at = keeps_at
-        with label("gather", unit.display_name):
-            for each in unit.buckets:
-                window = each.parts or each.messages or each.window
-                gathering.start(window)
-                unit.transport.traffic.params += window.nbytes_received
+        windows = [each.parts or each.messages or each.window for each in unit.buckets]
+        unit.transport.traffic.params += labelled("gather", unit.display_name, gathering.start_all, windows)
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.state is not UnitState.UNSHARDING:
@@ -293,15 +295,15 @@ class Gatherer:
             raise
         unit.gathering, unit.state = None, UnitState.UNSHARDED
 
-    def _pages_for(self, bucket: Bucket) -> Memory | None:
-        """Takes what was freed for this use: the bucket's own pages, or if possible those of one of its size."""
-        if not self._freed:
-            return None
-        if bucket.memory in self._freed:  # if it stayed in the list, another bucket would take pages that are in use
-            self._freed.remove(bucket.memory)
-            return bucket.memory
-        alike = next((at for at, each in enumerate(self._freed) if each.nbytes == bucket.nbytes), 0)
-        return self._freed.pop(alike)
+    def _pages_for(self, memory: Memory) -> Memory:
+        """Takes what was freed for this use: the memory's own pages, or if possible those of one of its size."""
+        if memory in self._freed:  # if it stayed in the list, another bucket would take pages that are in use
+            self._freed.remove(memory)
+            return memory
+        for at, each in enumerate(self._freed):
+            if each.nbytes == memory.nbytes:
+                return self._freed.pop(at)
+        return self._freed.pop(0)
 
     def _give_pages_back(self) -> None:
         for each in self._freed:
@@ -323,8 +325,8 @@ class Gatherer:
     def _reshard_all_but(self, names: Iterable[str], keeps_pages: bool = False) -> None:
         """Reshards the units that are not in use, but for those of these names."""
         stays = frozenset(names)
-        for unit in [unit for unit in self._gathered if unit.name not in stays]:
-            if unit.may_go:
+        for unit in tuple(self._gathered):
+            if unit.name not in stays and unit.may_go:
                 self._reshard(unit, keeps_pages)
 
     def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:
@@ -496,11 +498,6 @@ class Gatherer:
 
     # -- one rank alone --------------------------------------------------------------------------------------------
 
-    @property
-    def is_alone(self) -> bool:
-        """True while this rank reads alone."""
-        return self._alone is not None
-
     @contextmanager
     def reading_alone(self, gathering_of: Callable[[Unit], AllGather]) -> Iterator[None]:
         """A context in which this rank gathers alone. Other ranks do not notice: the same units stay gathered.
@@ -508,7 +505,7 @@ class Gatherer:
         Args:
             gathering_of: returns an all-gather of a unit in which no other rank takes part.
         """
-        self._alone, self._held = gathering_of, frozenset(self._gathered)
+        self._alone, self.is_alone, self._held = gathering_of, True, frozenset(self._gathered)
         try:
             yield
         finally:
@@ -516,7 +513,7 @@ class Gatherer:
                 if unit not in self._held:
                     unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
                     self._reshard(unit)
-            self._pass, self._alone, self._held = None, None, frozenset()
+            self._pass, self._alone, self.is_alone, self._held = None, None, False, frozenset()
 
     # -- writes of slices ------------------------------------------------------------------------------------------
 
@@ -535,7 +532,7 @@ class Gatherer:
         self.writes.before_write(unit.transport)
         for each in unit.buckets:
             each.bucket.take_sources()
-            each.param_shard.write(each.bucket.shard(unit.transport.ranks.rank))
+            each.param_shard.write(each.own)
 
     def write_slice(self, unit: Unit, write: Callable[[], None]) -> None:
         """Collective: calls ``write``, which writes slices of a unit that no call uses; every rank writes the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -79,6 +79,16 @@ class GatheredBucket:
     secondary: SecondaryShard | None = None
     parts: Window | None = None
 
+    @cached_property
+    def own(self) -> torch.Tensor:
+        """This rank's slice of the buffer, which is allocated when this is asked for first."""
+        return self.window.shard(self.unit.transport.ranks.rank)
+
+    def lies_in(self, flat: torch.Tensor) -> None:
+        """Notes that the bucket's buffer is another one from now on."""
+        self.window = replace(self.window, flat=flat)
+        self.__dict__.pop("own", None)
+
     def encode(self) -> None:
         """Makes the message of this rank's slice, which is in its place in the bucket, to be gathered in its stead."""
         if self.window.code is not None and self.window.nbytes_received:
@@ -116,6 +126,7 @@ class Unit:
         stays_shown: True if its params may be read without a call, until it is resharded by hand or the next step.
         is_pinned: True if it stays gathered that long.
         called: the name of the module that a script calls, with this unit in it. Each has passes of its own.
+        all_gather: that gathers it, each time; made for the first.
         gathering: the all-gather that was started and not waited for.
         has_code: True if its slices travel encoded to what trains.
         is_coded: True if its buckets hold, or will hold, what quantizing left of the slices.
@@ -134,6 +145,7 @@ class Unit:
     stays_shown: bool = False
     is_pinned: bool = False
     called: str = ""
+    all_gather: AllGather | None = None
     gathering: AllGather | None = None
     has_code: bool = False
     is_coded: bool = False
@@ -158,7 +170,7 @@ class Unit:
     @property
     def may_go(self) -> bool:
         """True if it may be resharded."""
-        return not (self.is_needed or self.is_pinned)
+        return not (self.users or self.stays_shown or self.is_pinned)
 
     @property
     def is_here(self) -> bool:

@@ -168,6 +168,8 @@ def one_rank_alone(timeout: float | None) -> None:
         trained(model, opt, [(0, 1)])
     if dist.get_rank() == 0:
         try:
+            for unit in opt.engine.domain.gatherer.units.values():
+                unit.all_gather = None  # which is made anew, with this deadline
             with torch.no_grad(), patch("shardopt.units.gatherer.GATHER_TIMEOUT", timedelta(seconds=2)):
                 model(data(0, 4, W), (0, 1))
         except CommunicationError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -125,13 +125,23 @@ class AllGather:
         self.ends[window.number] = arrive
         return messages.nbytes_received
 
+    def start_all(self, windows: Sequence[Window]) -> int:
+        """Starts all of these windows. Returns the bytes that they receive."""
+        nbytes = 0
+        for each in windows:
+            if each.nbytes_received:
+                self.start(each)
+                nbytes += each.nbytes_received
+        return nbytes
+
     def finish(self) -> None:
-        """Waits until every started window holds every rank's shard.
+        """Waits until every started window holds every rank's shard. The next gather may begin then.
 
         Raises:
             CommunicationError: a rank died or is late.
         """
-        for end in self.ends.values():
+        ends, self.ends = self.ends, {}
+        for end in ends.values():
             end()
 
 

@@ -14,6 +14,7 @@ The buffer of a reduction that was handed to ``start`` belongs to the mechanism,
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -199,9 +200,10 @@ class NoReduceScatter(ReduceScatter):
         return self.progress()
 
 
-def chunks(numel: int) -> Iterator[slice]:
-    """Yields slices of at most CHUNK elements."""
-    return (slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
+@cache
+def chunks(numel: int) -> Sequence[slice]:
+    """Returns slices of at most CHUNK elements."""
+    return [slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK)]
 
 
 def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: float = 1.0) -> None:
