@@ -13,12 +13,13 @@ none, and takes no memory for them. The end writes this rank's slices, if anythi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..kernels import codecs
+from ..partition.comm.together import Relay
 from .agreement import agreed
 
 if TYPE_CHECKING:
@@ -30,9 +31,21 @@ class ExactParams:
     """The params of a domain that were handed over in fp32, while they are whole."""
 
     def __init__(self, domain: Domain):
-        """Collective where ranks cannot read each other's values: these are then gathered at once."""
-        self._domain = domain
-        self._buckets = [_ExactBucket(domain, each) for each in _cast_shards(domain)]
+        """Collective where ranks cannot read each other's values, which are then gathered at once, and with a disk.
+
+        Raises:
+            OffloadError: a rank could not read or write its own; raised on all ranks, and params are as before.
+        """
+        self._domain, shards = domain, _cast_shards(domain)
+        try:
+            with nullcontext() if domain.store.is_final else agreed("the beginning of unsharded()", domain.mesh.world):
+                for shard in shards:
+                    shard.show_exact()
+            self._buckets = [_ExactBucket(domain, each) for each in shards]
+        except BaseException:
+            for shard in shards:
+                shard.shows_exact = False
+            raise
         self.rest()
 
     def compute(self) -> None:
@@ -50,7 +63,7 @@ class ExactParams:
         """Collective: writes this rank's slices of what was written, and shows params as the buckets have them.
 
         Raises:
-            OffloadError: a rank could not write its own; raised on all ranks.
+            OffloadError: a rank could not read or write its own; raised on all ranks.
         """
         self.compute()
         try:
@@ -61,14 +74,17 @@ class ExactParams:
 
     def _write(self) -> None:
         domain, world = self._domain, self._domain.mesh.world
-        written = [each for each in self._buckets if each.is_written()]
-        told = world.exchange([bool(written)], "leaving unsharded()")  # nobody reads the old values any more
+        relay = Relay()  # masters may lie on a disk
+        written = relay.attempt(lambda: [each for each in self._buckets if each.is_written()])
+        # Behind this exchange nobody reads the old values any more.
+        told = world.exchange([bool(written) or relay.problem is not None], "leaving unsharded()")
         if not any(any(row) for row in told):
             return
         if domain.sharded is not None:
             domain.gatherer.writes.before_write(domain.sharded.transport)
         with agreed("the end of unsharded()", world), domain.epoch.loading(), domain.all_or_nothing():
-            for each in written:
+            relay.check()
+            for each in written or ():
                 each.write()
 
 
@@ -83,7 +99,6 @@ class _ExactBucket:
         self._domain, self.shard, self._bucket = domain, shard, shard.bucket
         self._is_shown = False
         self.whole: torch.Tensor | None = None
-        shard.show_exact()
         if domain.mesh.shard.size > 1 and domain.remote is None:
             self.whole = domain.gather(shard, shard.exact)
 

@@ -100,7 +100,7 @@ class HostStore(Store):
         self.wait_for_stores: Callable[[], None] = lambda: None
         self.order_stores: Callable[[], None] = lambda: None
         self._streams, self._device = streams, device
-        self._shown: Mark = None  # after the last copy that `copy_out` began; None once the host has waited for it
+        self._shown: Mark = None  # after the last copy that `copy_out` began; it stays once somebody has waited for it
         self._homes: weakref.WeakSet[HostStorage] = weakref.WeakSet()
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostStorage:
@@ -115,7 +115,7 @@ class HostStore(Store):
 
     def wait_for_reads(self) -> None:
         """Waits until the host may write to what forwards and backwards have read."""
-        shown, self._shown = self._shown, None
+        shown = self._shown
         if shown is not None and self._streams is not None:
             self._streams.synchronize(shown)
 

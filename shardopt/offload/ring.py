@@ -78,6 +78,7 @@ class RingStore(Store):
             # No chunks: these refer to gradients, which live no longer than the step.
             self._first = [_place_of(chunk) for chunk in moving[:SLOTS] if chunk.names]
         self._passes += 1
+        used = set(self._slots)
         self._make_slots()
         ahead, self._ahead = {each.slot: each for each in self._ahead}, []
         for slot in self._slots:
@@ -85,7 +86,7 @@ class RingStore(Store):
             if found is not None and self._waiting and found.is_still(self._waiting[0]):
                 self._load(slot, has_streams=True)
                 continue
-            if self._stored is not None:
+            if self._stored is not None and slot in used:  # the memory of others may still be used by kernels
                 # Another slot's last copy may be later than its own, and of the same host memory.
                 slot.mark = self._stored
             self._load(slot)
@@ -146,11 +147,13 @@ class RingStore(Store):
 
     def wait_for_copies(self) -> None:
         """Waits until host memory holds what was written back, and nothing is read from it."""
-        marks = [self._stored, *(each.slot.mark for each in self._ahead)]
-        self._stored = None  # after the list: a thread that answers other ranks calls this too
-        for mark in marks:
+        stored = self._stored
+        for mark in (stored, *[each.slot.mark for each in self._ahead]):
             if mark is not None:
                 self._streams.synchronize(mark)
+        # Only now, and not a later one: a thread that answers other ranks calls this too, while steps go on.
+        if self._stored is stored:
+            self._stored = None
 
     def _order_stores(self) -> None:
         """Kernels that are launched from now on read what was written back."""

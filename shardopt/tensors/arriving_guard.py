@@ -68,6 +68,8 @@ def arriving_class(own: type, is_exact: bool = False) -> type:
 class ArrivingParameter(torch.nn.Parameter):
     """An ``nn.Parameter`` that holds its values only once the other ranks' shards have arrived."""
 
+    _is_guard = True  # see ``own_class``
+
     @classmethod
     @uncompiled("it waits for other ranks")
     def __torch_function__(

@@ -151,12 +151,15 @@ def released_class(own: type, is_exact: bool = False) -> type:
 def own_class(tensor: torch.Tensor) -> type:
     """Returns the class of a tensor, of a guarded one that which it has otherwise."""
     kind = type(tensor)
-    return kind.__bases__[-1] if issubclass(kind, ReleasedParameter) else kind
+    while getattr(kind, "_is_guard", False):  # some guards are classes of others
+        kind = kind.__bases__[-1]
+    return kind
 
 
 class ReleasedParameter(torch.nn.Parameter):
     """An ``nn.Parameter`` of which this rank holds only its slice at this moment."""
 
+    _is_guard = True  # see ``own_class``
     # Clipping asks each param for it four times, and torch takes five times as long to ask the guard.
     grad = property(_gradient, _GRAD.__set__, _GRAD.__delete__)
 

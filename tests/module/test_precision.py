@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from shardopt import BindingError, Offload, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import BindingError, Offload, OffloadError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
 from shardopt.tensors.part import Part
+from shardopt.tensors.unsharded_guard import own_class
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -367,6 +368,7 @@ def shown_in_fp32() -> None:
             params = dict(model.named_parameters())
             for name, param in params.items():
                 assert param.dtype is FP32, name
+                assert own_class(param) is nn.Parameter  # else a frozen one would count as packed codes
                 assert (param.element_size(), param.nbytes) == (4, 4 * param.numel())
                 for made_of in (torch.zeros_like(param), param.new_empty(3), torch.empty_like(param)):
                     assert made_of.dtype is FP32
@@ -482,6 +484,7 @@ def written() -> None:
         before = exact(model)
         with opt.unsharded(), torch.no_grad():
             assert all(param.dtype is FP32 and param.nbytes == 4 * param.numel() for param in model.parameters())
+            assert all(own_class(param) is nn.Parameter for param in model.parameters())
             assert opt.engine.domain.exact._buckets[0].whole is None  # before a value is used
             logits = model(batch(5))["logits"]
             assert model.seen == [BF16, BF16]
@@ -535,6 +538,41 @@ def written() -> None:
         assert same(dict(model.state_dict()), before), stage
         assert all(param.dtype is FP32 for param in model.parameters())
         assert model(batch(0))["logits"].dtype is FP32
+
+
+def written_beside_faults(path: str) -> None:
+    """A disk that fails one rank fails all of them, as they enter and as they leave; the values stay."""
+    model, opt = made(2, offload=path)
+    step_of(model, opt, batch(0))
+    before, home = exact(model), opt.engine.domain.entries[model.block.norm.weight].shard.home
+
+    def fail(*_: Any) -> None:
+        raise OffloadError("the disk fails")
+
+    def break_down() -> None:
+        if dist.get_rank() == 1:
+            home.read = fail
+
+    def mend() -> None:
+        home.__dict__.pop("read", None)
+
+    break_down()
+    with raises(OffloadError, "the disk fails"), opt.unsharded():
+        raise AssertionError("entered")
+    mend()
+    with raises(OffloadError, "the disk fails"), opt.unsharded(), torch.no_grad():
+        model.block.norm.weight.mul_(1 + 2**-20)
+        break_down()
+    mend()
+    assert same(exact(model), before)
+    with opt.unsharded(), torch.no_grad():
+        model.block.norm.weight.mul_(2)
+    assert raw(exact(model)["block.norm.weight"]) == raw(2 * before["block.norm.weight"])
+    opt.close()
+
+
+def test_a_disk_that_fails_one_rank_in_unsharded(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(written_beside_faults, str(tmp_path), world=2)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -244,3 +244,59 @@ def test_chunks_are_loaded_ahead_again_once_nobody_holds_what_was_read() -> None
     assert not home.is_shown
     home.read_into("exp_avg", 0, torch.empty(256))
     assert not home.is_shown
+
+
+def test_nobody_passes_by_a_copy_that_another_thread_waits_for() -> None:
+    """A thread that answers other ranks waits for the copy; what comes meanwhile on the main thread waits too."""
+
+    class Nested(AtOnce):
+        waited = list[Any]()
+
+        def to_host(self, copies: Any, after: Any) -> Any:
+            return "stored"
+
+        def now(self) -> Any:
+            return "now"
+
+        def synchronize(self, mark: Any) -> None:
+            self.waited.append(mark)
+            if len(self.waited) == 1:
+                home.read("exp_avg", 0, 256)
+
+    streams = Nested()
+    store = ring(streams)
+    home = store.home(256, torch.float32, torch.device("cpu"))
+    home.ensure({"exp_avg": Plane(torch.float32)})
+    chunk = Chunk(home, 0, 256, ("exp_avg",), None)
+    store.prefetch([chunk])
+    store.fetch(chunk)
+    store.write_back(chunk)
+    home.read("exp_avg", 0, 256)
+    assert streams.waited == ["stored", "stored"]
+
+
+def test_the_first_copy_to_a_new_slot_waits_for_kernels() -> None:
+    """Its memory may be another's that kernels still use: also where an earlier step has made fewer slots."""
+    waited_for: list[str] = []
+
+    class Told(AtOnce):
+        def now(self) -> Any:
+            return "kernels"
+
+        def to_device(self, copies: Any, after: Any) -> Any:
+            waited_for.append(after)
+            return "loaded"
+
+        def to_host(self, copies: Any, after: Any) -> Any:
+            return "stored"
+
+    streams = Told()
+    store = ring(streams)
+    home = store.home(512, torch.float32, torch.device("cpu"))
+    home.ensure({"exp_avg": Plane(torch.float32)})
+    one, other = (Chunk(home, start, start + 256, ("exp_avg",), None) for start in (0, 256))
+    store.prefetch([one])
+    store.fetch(one)
+    store.write_back(one)
+    store.prefetch([one, other])
+    assert waited_for == ["kernels", "stored", "kernels"]
