@@ -249,9 +249,9 @@ def test_chunks_are_loaded_ahead_again_once_nobody_holds_what_was_read() -> None
 def test_nobody_passes_by_a_copy_that_another_thread_waits_for() -> None:
     """A thread that answers other ranks waits for the copy; what comes meanwhile on the main thread waits too."""
 
-    class Nested(AtOnce):
-        waited = list[Any]()
+    waited_for: list[str] = []
 
+    class Nested(AtOnce):
         def to_host(self, copies: Any, after: Any) -> Any:
             return "stored"
 
@@ -259,12 +259,11 @@ def test_nobody_passes_by_a_copy_that_another_thread_waits_for() -> None:
             return "now"
 
         def synchronize(self, mark: Any) -> None:
-            self.waited.append(mark)
-            if len(self.waited) == 1:
+            waited_for.append(mark)
+            if len(waited_for) == 1:
                 home.read("exp_avg", 0, 256)
 
-    streams = Nested()
-    store = ring(streams)
+    store = ring(Nested())
     home = store.home(256, torch.float32, torch.device("cpu"))
     home.ensure({"exp_avg": Plane(torch.float32)})
     chunk = Chunk(home, 0, 256, ("exp_avg",), None)
@@ -272,7 +271,7 @@ def test_nobody_passes_by_a_copy_that_another_thread_waits_for() -> None:
     store.fetch(chunk)
     store.write_back(chunk)
     home.read("exp_avg", 0, 256)
-    assert streams.waited == ["stored", "stored"]
+    assert waited_for == ["stored", "stored"]
 
 
 def test_the_first_copy_to_a_new_slot_waits_for_kernels() -> None:
@@ -290,8 +289,7 @@ def test_the_first_copy_to_a_new_slot_waits_for_kernels() -> None:
         def to_host(self, copies: Any, after: Any) -> Any:
             return "stored"
 
-    streams = Told()
-    store = ring(streams)
+    store = ring(Told())
     home = store.home(512, torch.float32, torch.device("cpu"))
     home.ensure({"exp_avg": Plane(torch.float32)})
     one, other = (Chunk(home, start, start + 256, ("exp_avg",), None) for start in (0, 256))
