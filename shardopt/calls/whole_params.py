@@ -12,6 +12,7 @@ import torch
 from ..arguments import flag, whole
 from ..domain.agreement import agree_on_call
 from ..domain.alone import read_alone
+from ..domain.masters import take_sources
 from ..domain.unsharded import unsharded as gathered
 from ..engine import live_engines
 from ..errors import StateError
@@ -145,6 +146,8 @@ def _weights(
     module = None if engine.takeover is None else engine.takeover.module
     beside = [each for each in live_engines() if each.takeover is not None and each.takeover.module is module]
     domains = [domain for engine in beside for domain in engine.domains]
+    for each in domains:
+        take_sources(each)
     found = weights_of(module, engine.groups, domains, dtype, names)
     if merge is None:
         return found, []

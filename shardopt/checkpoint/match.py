@@ -222,7 +222,7 @@ class ModelMatch:
             saved = theirs.get(name)
             if saved is None:
                 self._note(f"buffer {name!r} is missing in the checkpoint")
-            elif saved.shape != tuple(buffer.shape) or saved.dtype is not buffer.dtype:
+            elif saved.shape != tuple(buffer.shape) or not self._holds(buffer.dtype, saved.dtype):
                 there = f"{list(saved.shape)} of {saved.dtype}"
                 self._note(f"buffer {name!r} is {list(buffer.shape)} of {buffer.dtype}, in the checkpoint {there}")
             elif any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
@@ -233,6 +233,13 @@ class ModelMatch:
         for name in theirs:
             if name not in taken:
                 self._note(f"the checkpoint's buffer {name!r} is not in the model")
+
+    def _holds(self, own: torch.dtype, saved: torch.dtype) -> bool:
+        """True if a buffer keeps the saved values, but for what ``cast_buffers`` takes at binding, here or there."""
+        if own is saved or not (own.is_floating_point and saved.is_floating_point):
+            return own is saved
+        casts = {torch.float32, *(engine.options.compute_dtype for engine in self._model.engines)}
+        return torch.promote_types(own, saved) is own or {own, saved} <= casts
 
     def _extra_states(self) -> list[str]:
         """Finds this rank's modules that take an extra state. Returns the names of all of them."""

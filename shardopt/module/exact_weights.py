@@ -134,6 +134,8 @@ def _part_of(domain: Domain, entry: ParamRecord) -> Part:
         param.copy_(whole)
 
     take_parts_along()
+    if shard.takes_sources:
+        shard.bucket.take_source(index)
     values, fetch = shard.read(shard.exact, index), domain.fetcher(shard, index, shard.exact)
     is_alone = domain.mesh.shard.size == 1
     return Part(values, shard.slice_of(index).start, param, gather, None, fetch, write, gather_slices, is_alone)

@@ -308,7 +308,26 @@ class Casting32(nn.Module):
         return self.layer(self.seen(x.float()).to(x.dtype))  # type: ignore[no-any-return]
 
 
-def test_methods_and_buffers() -> None:
+def resumes_buffers(saved: Path, stage: int, keywords: dict[str, Any]) -> None:
+    """Buffers that were cast are loaded before the first forward, with ``cast_buffers`` and without; and back."""
+    again, plain = Agent(), Agent()
+    for model in (again, plain):
+        model.body.shift.fill_(5)
+    opt = ShardedSGD(again, lr=0.1, tuning=tuning(), **keywords)
+    unrounded = ShardedSGD(plain, lr=0.1, stage=stage, tuning=tuning())
+    shardopt.load_checkpoint(saved, again, opt)
+    assert raw(again.body.shift) == raw(torch.full((40,), 0.3, dtype=BF16))
+    shardopt.load_checkpoint(saved, plain, unrounded)
+    assert raw(plain.body.shift) == raw(torch.full((40,), 0.3, dtype=BF16).float())
+    plain.body.shift.fill_(0.7)
+    shardopt.save_checkpoint(saved / "plain", plain, unrounded)
+    shardopt.load_checkpoint(saved / "plain", again, opt)
+    assert raw(again.body.shift) == raw(torch.full((40,), 0.7, dtype=BF16))
+    for each in (opt, unrounded):
+        each.close()
+
+
+def test_methods_and_buffers(tmp_path: Path) -> None:
     """Inputs of other methods are cast as forward's are; buffers that are named are cast, and come back."""
     for stage in (1, 3):
         found = []
@@ -330,9 +349,11 @@ def test_methods_and_buffers() -> None:
             assert seen == [FP32, FP32]
             assert [each.dtype for each in model.buffers()] == [FP32, torch.int64, BF16]
             assert raw(model.body.shift) == raw(torch.full((40,), 0.3, dtype=BF16))
+            shardopt.save_checkpoint(tmp_path / f"{stage}-{method}", model, opt)
             opt.close()
             assert raw(model.body.shift) == raw(torch.full((40,), 0.3))
         assert found[:2] == found[2:], stage
+        resumes_buffers(tmp_path / f"{stage}-act", stage, keywords)
     with raises(BindingError, "cast_buffers has the pattern 'shfit'", "named_buffers()"):
         ShardedSGD(Agent(), lr=0.1, compute_dtype=BF16, cast_buffers=("shfit",))
     opt = ShardedSGD(Agent(), lr=0.1, compute_dtype=BF16, cast_inputs=False)

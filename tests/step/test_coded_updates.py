@@ -158,6 +158,13 @@ def resumes(directory: str) -> None:
         unrounded = ShardedAdamW(plain, lr=0.1)
         shardopt.load_checkpoint(path, plain, unrounded)
         assert bits_of(plain.weights) == saved, stage  # as they were saved first
+        # A tensor assigned to ``param.data`` is taken by the read itself, each of them.
+        one, two = (torch.full_like(model.weights[4], each) for each in (0.75, -1.5))
+        name = next(of for of, each in model.named_parameters() if each is model.weights[4])
+        model.weights[4].data = one.clone()
+        assert torch.equal(model.state_dict()[name].full_tensor(), one.float()), stage
+        model.weights[4].data = two.clone()
+        assert torch.equal(dict(opt.weights(dtype=torch.float32))[name], two.float()), stage
         # A state dict of the module goes back with all its bits, also where params show the same already.
         kept = copy.deepcopy(model.state_dict())
         before = bits_of(each.full_tensor() for each in kept.values())
