@@ -251,7 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Context with whole params on every rank, for ``generate()``, evaluation and export. Collective at both ends.
 
         Inside, ranks run independently. In-place writes to params stay if all ranks write the same. A ``step()`` on all
-        ranks sees them, and leaves the params whole. At stage 3 it binds what is not bound yet.
+        ranks sees them, and leaves the params whole. At stage 3 it binds what is not bound yet. Below it, with
+        ``gather_dtype``, params are exact inside until a ``step()``, and then show what 8 bits hold of them.
 
         Args:
             ema: shows the moving average of the weights instead (``ema=0.999`` at construction). After a write to a
@@ -520,6 +521,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
     def close(self) -> None:
         """Gives every param its own storage, and frees master weights and states. Collective at stage 3.
 
+        It is collective at every stage with ``compute_dtype`` or ``gather_dtype``, whose exact values it gathers.
         The model stays usable; a DDP module reduces its own gradients again. The call waits while another rank reads
         this rank's states, until that rank closes too or reads nothing for a few seconds.
         """
