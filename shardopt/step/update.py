@@ -218,6 +218,7 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
             for shard in update.shards:
                 relay.attempt(update.finish, shard)
                 update.send(shard)
+            relay.attempt(update.flush)  # the next backward adds to sums that `finish` copied from
         update.finish_gather(relay)
     return None
 

@@ -33,9 +33,10 @@ def shown_of(exact: list[Tensor]) -> list[bytes]:
     return bits_of(torch.from_numpy(arrived(each)).to(each.dtype) for each in exact)
 
 
-def exact_of(model: Given, optimizer: Any) -> list[Tensor]:
+def exact_of(model: Given, optimizer: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """What ``unsharded()`` shows, in the dtype that params have in forward: with ``compute_dtype`` it may show fp32."""
     with optimizer.unsharded():
-        return [each.detach().clone() for each in model.weights]
+        return [each.detach().to(dtype, copy=True) for each in model.weights]
 
 
 def step_of(model: Given, optimizer: Any, step: int, dtype: torch.dtype = torch.float32) -> None:
@@ -82,10 +83,10 @@ def follows(way: dict[str, Any], directory: str) -> None:
             for each, its in made:
                 step_of(each, its, step, dtype)
             assert overlaps == (type(model.weights[6]) is not Parameter)  # it is on its way
-            exact = exact_of(twin, of_twin)
+            exact = exact_of(twin, of_twin, seen)
             assert {each.dtype for each in model.weights} == {seen}
             assert bits_of(model.weights) == shown_of(exact), (way, step)
-            assert bits_of(exact_of(model, opt)) == bits_of(exact), (way, step)
+            assert bits_of(exact_of(model, opt, seen)) == bits_of(exact), (way, step)
             assert bits_of(model.weights) == shown_of(exact), (way, step)  # again, after the context
             if step == 1:  # a write counts, also where no version tells of it: nothing else of the param changes
                 for each in (twin, model):
