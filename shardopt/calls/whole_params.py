@@ -158,6 +158,7 @@ def _weights(
             "give weights(merge=) a function of a module and its weights, hand the module over, and omit names=: "
             f"found {merge!r:.80}, names={names!r:.80}. Weights of one module are merged, and go out by other names."
         )
-    merged = merged_modules(module, weights_of(module, engine.groups, domains, None, None), merge)
+    own = weights_of(module, engine.groups, domains, dtype, None, {each.name for each in found})
+    merged = merged_modules(module, own, merge)
     taken = {name for each in merged for name in each.locals}  # these are merged in their own dtype
     return weights_of(module, engine.groups, domains, dtype, None, taken), merged

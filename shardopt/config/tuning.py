@@ -25,7 +25,12 @@ def _seconds(value: object, what: str) -> float:
 def _who_holds(value: Any, what: str) -> bool | int | str | tuple[str, ...]:
     if isinstance(value, str) and value == "host":
         return "host"
-    if isinstance(value, str | Sequence | AbstractSet):
+    if isinstance(value, str):
+        raise TypeError(
+            f'{what} takes a number of ranks, True, False, "host", or several patterns of names, as '
+            f'("layers.*",), found {value!r}.'
+        )
+    if isinstance(value, Sequence | AbstractSet):
         return texts(value, what, '("layers.*",)')
     if isinstance(value, bool):
         return value

@@ -404,6 +404,11 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Loads a dict by param, all of it or, after an error, nothing; an empty one forgets all states."""
         if "param_groups" in self.__dict__:  # torch's constructor assigns one, before there are groups
             self.engine.check_open()
+            if not isinstance(value, Mapping):
+                raise TypeError(
+                    "assign optimizer.state a dict of states by param, or {} to forget all: found "
+                    f"{type(value).__name__}, and nothing was loaded."
+                )
             self.engine.load_of_params(value, self.engine.groups, "optimizer.state = {...}")
 
     def state_dict(self) -> dict[str, Any]:

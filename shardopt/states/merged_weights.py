@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ class MergedModule:
         Raises:
             ValueError: it is not what the function said.
         """
-        found = function(self.module, whole) or {}
+        found = _checked(function(self.module, whole), self.name) or {}
         for (name, said), local in zip(self.metadata.items(), self.made, strict=True):
             made = found.get(local)
             if made is None or len(found) != len(self.made) or (made.shape, made.dtype) != (said.shape, said.dtype):
@@ -61,6 +61,15 @@ class MergedModule:
                     f"meta device: for {self.name!r} it made {_told(self.made)} there, and now {_told(found)}."
                 )
             yield name, made
+
+
+def _checked(made: Any, name: str) -> Mapping[str, torch.Tensor] | None:
+    if made is None or (isinstance(made, Mapping) and all(isinstance(each, torch.Tensor) for each in made.values())):
+        return made
+    raise TypeError(
+        f"return a dict of tensors by name, or None, from merge=: for module {name!r} it returned {made!r:.80}, "
+        "which no weights can be read from."
+    )
 
 
 def _told(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -83,7 +92,7 @@ def merged_modules(root: nn.Module, weights: Sequence[Weight], merge: Merge) -> 
         if not own or any(weight in taken for weight in own):
             continue
         names = {weight.name: weight.name[len(name) + 1 :] if name else weight.name for weight in own}
-        made = merge(module, {names[weight.name]: weight.meta() for weight in own})
+        made = _checked(merge(module, {names[weight.name]: weight.meta() for weight in own}), name)
         if made is not None:
             found.append(MergedModule(name, module, names, dict(made)))
             taken.update(own)

@@ -103,7 +103,7 @@ def weights_of(
         module: None: the params of named groups, and no buffers.
         domains: of all optimizers of the module.
         dtype: of those of floating point; None: their own.
-        as_they_are: names of those that keep their dtype.
+        as_they_are: names of those that keep their dtype; with fp32 those that ``compute_dtype`` rounds have all bits.
 
     Raises:
         ShardoptError: params have no names.
@@ -114,13 +114,14 @@ def weights_of(
     coded: set[torch.Tensor] = set()
     named = dict(_named_in(groups) if module is None else _named(module, coded))
     asked = named if names is None else _asked(texts(names, "weights(names=)", '["head.weight"]'), named)
-    return [
-        _weight(
-            name, each, dtype if _is_cast(each) and each not in coded and name not in as_they_are else None, domains
-        )
-        for name, each in named.items()
-        if name in asked
-    ]
+
+    def dtype_of(name: str, each: torch.Tensor) -> torch.dtype | None:
+        if not _is_cast(each) or each in coded:
+            return None
+        keeps = name in as_they_are and not (dtype is torch.float32 and _is_rounded(each, domains))
+        return None if keeps else dtype
+
+    return [_weight(name, each, dtype_of(name, each), domains) for name, each in named.items() if name in asked]
 
 
 def _weight(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, domains: Sequence[Domain]) -> Weight:
@@ -139,6 +140,13 @@ def _dtype_seen(tensor: torch.Tensor, domains: Sequence[Domain]) -> torch.dtype:
         if param in domain.entries:
             return domain.entries[param].shard.bucket.dtype
     return tensor.dtype
+
+
+def _is_rounded(tensor: torch.Tensor, domains: Sequence[Domain]) -> bool:
+    """True of a param that ``compute_dtype`` rounds, and whose master has all bits."""
+    param: Any = tensor
+    is_cast = any(param in domain.entries and domain.entries[param].shard.is_cast for domain in domains)
+    return is_cast or (tensor.dtype is torch.float32 and _dtype_seen(tensor, domains) is not torch.float32)
 
 
 def _asked(names: Sequence[str], named: Collection[str]) -> Collection[str]:

@@ -127,7 +127,25 @@ def merges(root: str) -> None:
     assert dict(opt.weights()).keys() == own.keys()  # that loop has ended on all ranks
     with raises(ValueError, "omit names="):
         opt.weights(merge=merge, names=["0.weight"])
+    with raises(TypeError, "return a dict of tensors by name", "returned 3"):
+        opt.weights(merge=lambda module, own: 3)  # type: ignore[arg-type, return-value]
     opt.close()
+
+
+def merges_exactly() -> None:
+    """Of params that ``compute_dtype`` rounds, the function gets all bits where fp32 is asked for."""
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Adapted(), torch.nn.Linear(24, 24))
+        opt = ShardedSGD(model, **RATES, stage=stage, tuning=small(), compute_dtype=torch.bfloat16)
+        train_step_of(model, opt)
+        with opt.unsharded():
+            own = {name: each.detach().clone() for name, each in model.named_parameters()}
+        found = dict(opt.weights(2000, torch.float32, merge=merge))
+        assert own["0.a.weight"].dtype is own["0.b.weight"].dtype is torch.float32
+        assert torch.equal(found["0.weight"], own["0.base.weight"] + own["0.b.weight"] @ own["0.a.weight"])
+        assert opt.weights_metadata(torch.float32, merge=merge)["0.weight"].dtype is torch.float32
+        opt.close()
 
 
 def train_step_of(model: torch.nn.Module, opt: ShardedSGD) -> None:
@@ -138,3 +156,4 @@ def train_step_of(model: torch.nn.Module, opt: ShardedSGD) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_adapters_are_merged_as_they_go_out(ranks: Pool, world: int, tmp_path: Path) -> None:
     ranks.run(merges, str(tmp_path), world=world)
+    ranks.run(merges_exactly, world=world)

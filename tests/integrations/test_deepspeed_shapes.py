@@ -86,7 +86,8 @@ def trained(shape: Shape, module: nn.Module, directory: Path, ranks: int = 1) ->
             run.scaler.scale(loss(module, step, turn) / run.accumulation_steps).backward()
         assert run.step()
     with run.optimizer.unsharded():
-        found = {name: param.detach().clone() for name, param in module.named_parameters()}
+        # unsharded() shows what forward rounds
+        found = {name: param.detach().to(shape.dtype, copy=True) for name, param in module.named_parameters()}
     run.optimizer.close()
     return found
 

@@ -109,9 +109,10 @@ def train(run: Any, module: nn.Module, steps: range) -> None:
         assert run.step() == (step != SKIPPED)
 
 
-def whole(run: Any, module: nn.Module) -> dict[str, Tensor]:
+def whole(run: Any, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What forward sees: ``unsharded()`` shows the fp32 values that it rounds."""
     with run.optimizer.unsharded():
-        return {name: param.detach().clone() for name, param in module.named_parameters()}
+        return {name: param.detach().to(dtype, copy=True) for name, param in module.named_parameters()}
 
 
 def saved(run: Any, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -139,7 +140,7 @@ def trains_and_resumes(dtype: torch.dtype, stage: int, has_schedule: bool, direc
     assert run.scaler.get_scale() == (SCALE if dtype is torch.float16 else 1.0)
     assert run.optimizer.memory()["state"]["disk"]
     train(run, module, range(SAVED, STEPS))
-    found = whole(run, module)
+    found = whole(run, module, dtype)
     theirs = {name: param.detach() for name, param in expected.named_parameters()}
     distance = apart(found, theirs, start)
     assert distance < BOUNDS[dtype], (dtype, stage, distance)
@@ -147,7 +148,7 @@ def trains_and_resumes(dtype: torch.dtype, stage: int, has_schedule: bool, direc
     again.load_state_dict(weights)
     resumed.load_state_dict(states)
     train(resumed, again, range(SAVED, STEPS))
-    for name, param in whole(resumed, again).items():
+    for name, param in whole(resumed, again, dtype).items():
         assert torch.equal(param, found[name]), name
     assert resumed.scaler.state_dict() == run.scaler.state_dict()
     for each in (run, resumed):

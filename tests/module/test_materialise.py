@@ -62,7 +62,7 @@ def resident() -> Iterator[Callable[[], int]]:
     """Tells the most bytes of buckets that were there at once, of those that stage 3 releases."""
     buckets: list[Bucket] = []
     most = 0
-    init, take = Bucket.__init__, Bucket.allocate
+    init, take = Bucket.__init__, Memory.allocate
 
     def note() -> None:
         nonlocal most
@@ -74,11 +74,11 @@ def resident() -> Iterator[Callable[[], int]]:
             buckets.append(bucket)
         note()
 
-    def takes(bucket: Bucket, freed: Memory | None = None) -> None:
-        take(bucket, freed)
+    def takes(memory: Memory, freed: Memory | None = None) -> None:
+        take(memory, freed)
         note()
 
-    with patch.object(Bucket, "__init__", inits), patch.object(Bucket, "allocate", takes):
+    with patch.object(Bucket, "__init__", inits), patch.object(Memory, "allocate", takes):
         yield lambda: most
 
 
@@ -110,7 +110,7 @@ def materialised(stage: int, dtype: torch.dtype, neighbours: bool) -> None:
         opt = ShardedSGD(model, **RATES, stage=stage, tuning=small(neighbours=neighbours))
         torch.manual_seed(70 + dist.get_rank())
         before = torch.get_rng_state()
-        with resident() as most, poisoned():
+        with poisoned(), resident() as most:  # what poisons takes the place of allocate()
             opt.bind(None if expected is usual else {**saved, "table.unsaved": torch.full((3,), 0.5)})
         assert stage < 3 or 0 < most() == largest_module(model, opt.engine.domain.sharded.where)
         assert dist.get_rank() == 0 or torch.equal(torch.get_rng_state(), before)

@@ -140,7 +140,7 @@ FEATURES = (
     Feature(
         "planned bytes on the wire: updated params travel at stages 1 and 2",
         "shardopt/tools/plan_traffic.py",
-        (("gradients, params = reduced * rounds, size", "gradients, params = reduced * rounds, 0"),),
+        (("gradients, params = reduced * rounds, after", "gradients, params = reduced * rounds, 0"),),
         ("tests/partition/test_traffic.py::test_no_more_than_ddp",),
     ),
     Feature(

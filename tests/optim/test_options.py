@@ -80,6 +80,7 @@ BESIDES: dict[str, dict[str, Any]] = {
     "norm_group": {"module": None},
     "gather_dtype": {"stage": 3},
     "error_feedback": {"reduce_dtype": "int8"},
+    "clip_by": {"max_grad_norm": 1.0},
 }
 PRECISION = ("compute_dtype", "cast_inputs", "output_dtype", "keep_fp32", "cast_buffers")
 BESIDES |= {name: {"compute_dtype": torch.bfloat16} for name in PRECISION}

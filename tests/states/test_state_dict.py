@@ -172,6 +172,8 @@ def wrong_state_dicts() -> None:
     for group in flags["param_groups"]:
         group["amsgrad"] = False
     refuse(flags, StateError, "max_exp_avg_sq")
+    with raises(TypeError, "a dict of states by param", "list"):
+        opt.state = [1]  # type: ignore[assignment]
     with raises(StateError, "no group has"):
         opt.state = {torch.nn.Parameter(torch.ones(2)): good["state"][0]}
 
