@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -74,7 +75,9 @@ def sleeps(root: str, compute_dtype: torch.dtype | None) -> None:
         shardopt.load_checkpoint(f"{root}/runs", loaded, anew)
         assert same(wholes(anew), wholes(still))
         anew.close()
+    dist.barrier()  # until each rank has removed its own file
     assert not list(Path(f"{root}/new/folder").iterdir())
+    dist.barrier()
     opt.offload(f"{root}/new/folder", params=True)
     opt.close()
     assert all(
