@@ -4,6 +4,7 @@ Gradients are given, so that a training without the option has the exact values 
 """
 
 import copy
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,7 @@ def follows(way: dict[str, Any], directory: str) -> None:
             made.append((model, ShardedAdamW(of, lr=0.1, gather_dtype=asked, tuning=tuning, **given)))
         (twin, of_twin), (model, opt) = made
         for step in range(4):
+            gc.collect()  # a view in a cycle of garbage makes step() wait for params
             for each, its in made:
                 step_of(each, its, step, dtype)
             assert overlaps == (type(model.weights[6]) is not Parameter)  # it is on its way
