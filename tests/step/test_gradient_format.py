@@ -4,6 +4,7 @@ Gradients are random numbers of the param's dtype: sums over ranks and backwards
 those of fp32 params, beside, show the order of the ranks.
 """
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -268,6 +269,7 @@ class Widest(TorchDispatchMode):
 
 def takes_two_bytes(setting: Setting) -> None:
     """An element, between steps; while gradients are reduced a chunk in fp32."""
+    gc.collect()  # what an earlier training's garbage does as it is freed would count
     with patch.object(scatter, "CHUNK", 300):
         model = Sums(mixed=False)
         optimizer = setting.optimizer(model)
