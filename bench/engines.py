@@ -117,7 +117,8 @@ def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
             memory=optimizer.memory,
             moved=moved,
             gathered=gathered,
-            settle=settle if stage < 3 else None,
+            # Nothing else is on its way, and with gather_dtype the context would gather what is exact, too.
+            settle=settle if optimizer.options.tuning.overlap_gather else None,
         )
 
     return make

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from .typed_json import Encoded
 
 _LISTED = 8  # mismatches that an error names
+# Dtype -> those that hold all of its values.
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
 # Rule -> another rule with the same states, from which it can continue: clipping changes the update alone.
 _STATES_OF = {"stable_adamw": "adam"}
 _DECOUPLED = "decoupled_weight_decay"  # distinguishes AdamW from Adam, which share a rule: only AdamW clips
@@ -152,17 +158,12 @@ class ModelMatch:
             shape = tuple(member.param.shape)
         if tensor.shape != shape:
             self._note(f"param {member.name!r} has shape {list(shape)}, in the checkpoint {list(tensor.shape)}")
-        elif tensor.dtype is not member.dtype and not self._is_cast_frozen(member, tensor.dtype):
+        elif not self._param_holds(member, tensor.dtype):
             self._note(f"param {member.name!r} is of {member.dtype}, in the checkpoint of {tensor.dtype}")
         else:
             self.params[member.name] = saved
             if self._model.engines and self._states_fit(member, saved, shape):
                 self.states[member.name] = saved
-
-    def _is_cast_frozen(self, member: ModelParam, saved: torch.dtype) -> bool:
-        """True of a frozen param that ``compute_dtype`` casts at binding, here or where it was saved."""
-        casts = {torch.float32, *(engine.options.compute_dtype for engine in self._model.engines)}
-        return len(casts - {None}) > 1 and member.optimizer is None and {saved, member.dtype} <= casts
 
     def _states_fit(self, member: ModelParam, saved: str, shape: tuple[int, ...]) -> bool:
         about, name = self._manifest.params[saved], member.name
@@ -235,11 +236,15 @@ class ModelMatch:
                 self._note(f"the checkpoint's buffer {name!r} is not in the model")
 
     def _holds(self, own: torch.dtype, saved: torch.dtype) -> bool:
-        """True if a buffer keeps the saved values, but for what ``cast_buffers`` takes at binding, here or there."""
+        """True if it keeps the saved values of a buffer or frozen param, but for what binding casts, here or there."""
         if own is saved or not (own.is_floating_point and saved.is_floating_point):
             return own is saved
         casts = {torch.float32, *(engine.options.compute_dtype for engine in self._model.engines)}
-        return torch.promote_types(own, saved) is own or {own, saved} <= casts
+        return own in _WIDER.get(saved, ()) or {own, saved} <= casts
+
+    def _param_holds(self, member: ModelParam, saved: torch.dtype) -> bool:
+        is_frozen = bool(self._model.engines) and (member.optimizer is None or not member.param.requires_grad)
+        return member.dtype is saved or (is_frozen and self._holds(member.dtype, saved))
 
     def _extra_states(self) -> list[str]:
         """Finds this rank's modules that take an extra state. Returns the names of all of them."""

@@ -65,8 +65,8 @@ class ExactParams:
         Raises:
             OffloadError: a rank could not read or write its own; raised on all ranks.
         """
-        self.compute()
         try:
+            self.compute()
             self._write()
         finally:
             for each in self._buckets:

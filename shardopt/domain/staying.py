@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import resource
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import OffloadError
 from ..machine import ranks_here
 from ..offload.pinned import memory_limit
 from .agreement import agreed
@@ -65,8 +67,8 @@ def num_fitting(nbytes: Sequence[int], room: int) -> int:
 def fill_device(domain: Domain) -> None:
     """Collective, after a step: takes back the states of as many of the first buckets as every rank has room for.
 
-    Raises:
-        OffloadError: a rank could not read its states, or has no memory after all; nothing moved, on any rank.
+    The step is taken: where a rank cannot read its states, they stay offloaded on all ranks, which a
+    warning tells.
     """
     if domain.steps_agreed < STEPS or domain.is_away:
         return
@@ -75,11 +77,17 @@ def fill_device(domain: Domain) -> None:
     rows = domain.mesh.world.exchange([num_fitting(nbytes, room)], "counting the states that devices have room for")
     shards = domain.shards[: min(fitting for (fitting,) in rows)]
     homes: list[ShardStorage] = []
-    with agreed({"buckets whose states are taken back": len(shards)}, domain.mesh.world):
-        near = domain.store_for(domain.device, stays=True)
-        for shard in shards:
-            homes.append(near.home(shard.numel, shard.dtype, shard.device))
-            copy_streams(shard, homes[-1])
+    try:
+        with agreed({"buckets whose states are taken back": len(shards)}, domain.mesh.world):
+            near = domain.store_for(domain.device, stays=True)
+            for shard in shards:
+                homes.append(near.home(shard.numel, shard.dtype, shard.device))
+                copy_streams(shard, homes[-1])
+    except OffloadError as error:  # raised, it would make a script repeat a step that all ranks have taken
+        warnings.warn(
+            f'give a fraction in place of Offload(fraction="auto"): all states stay offloaded. {error}', stacklevel=2
+        )
+        return
     for left in domain.take_back(shards, homes):
         left.release()
     taken = sum(nbytes[: len(shards)])

@@ -316,8 +316,8 @@ class UpdateInBackward(Backward):
         for entry in present:
             entry.outer.grad = ReleasedGradient(entry.name, entry.outer)
         if is_skipped:
-            self._undo(current)
-            self._keep_versions(current)
+            if not self._undo(current):
+                self._keep_versions(current)
             report_skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = not is_skipped, norm
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..uncompiled import uncompiled
-from .unsharded_guard import MAKERS, READS_NO_VALUES, SIZES, guard_class
+from .unsharded_guard import READS_NO_VALUES, AnswersInFp32, guard_class
 
 _Tensor = torch.Tensor
 # These hand out the memory itself, so they wait although they read no values.
@@ -99,22 +99,8 @@ class ArrivingParameter(torch.nn.Parameter):
         return format(self, spec)
 
 
-class ExactParameter(ArrivingParameter):
+class ExactParameter(AnswersInFp32, ArrivingParameter):
     """A rounded ``nn.Parameter`` inside of ``unsharded()``, which shows fp32 values once they are used."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if function in SIZES:
-            return SIZES[function](args[0])
-        if function in MAKERS:
-            kwargs = {"dtype": torch.float32, **(kwargs or {})}
-        return super().__torch_function__(function, types, args, kwargs)
 
 
 def _wait_for_values(value: Any) -> None:

@@ -212,24 +212,25 @@ class ReleasedParameter(torch.nn.Parameter):
 
 _FP32 = torch.float32
 # What a param that was gathered in less would answer, and what one with fp32 slices answers.
-SIZES: dict[Any, Callable[[Any], Any]] = {
+_SIZES: dict[Any, Callable[[Any], Any]] = {
     _Tensor.dtype.__get__: lambda _: _FP32,  # type: ignore[attr-defined]
     _Tensor.element_size: lambda _: _FP32.itemsize,
     _Tensor.itemsize.__get__: lambda _: _FP32.itemsize,  # type: ignore[attr-defined]
     _Tensor.nbytes.__get__: lambda param: param.numel() * _FP32.itemsize,  # type: ignore[attr-defined]
 }
 # These make a tensor of the param's dtype, unless another one is given.
-MAKERS = {
+_MAKERS = {
     *(getattr(_Tensor, name) for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")),
     *(torch.empty_like, torch.zeros_like, torch.ones_like),
 }
 
 
-class ReleasedExact(ReleasedParameter):
-    """A released param whose slices are fp32, although it is gathered in less: it answers as the slices do.
+class AnswersInFp32:
+    """A guard's first base: what asks for a dtype gets fp32, which holds the values, and not what forward sees."""
 
-    To the model's own code, which casts its inputs to the dtype of a weight, it answers as what is gathered.
-    """
+    @staticmethod
+    def answers_in_fp32(param: Any) -> bool:
+        return True
 
     @classmethod
     def __torch_function__(
@@ -239,13 +240,23 @@ class ReleasedExact(ReleasedParameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if function in SIZES or function in MAKERS:
-            keeper = _keeper_of(args[0])
-            if keeper is not None and not keeper.computes():
-                if function in SIZES:
-                    return SIZES[function](args[0])
-                kwargs = {"dtype": _FP32, **(kwargs or {})}
-        return super().__torch_function__(function, types, args, kwargs)
+        if (function in _SIZES or function in _MAKERS) and cls.answers_in_fp32(args[0]):
+            if function in _SIZES:
+                return _SIZES[function](args[0])
+            kwargs = {"dtype": _FP32, **(kwargs or {})}
+        return super().__torch_function__(function, types, args, kwargs)  # type: ignore[misc]
+
+
+class ReleasedExact(AnswersInFp32, ReleasedParameter):
+    """A released param whose slices are fp32, although it is gathered in less: it answers as the slices do.
+
+    To the model's own code, which casts its inputs to the dtype of a weight, it answers as what is gathered.
+    """
+
+    @staticmethod
+    def answers_in_fp32(param: Any) -> bool:
+        keeper = _keeper_of(param)
+        return keeper is not None and not keeper.computes()
 
 
 def dtype_in_forward(tensor: torch.Tensor) -> torch.dtype:

@@ -363,13 +363,23 @@ def test_methods_and_buffers(tmp_path: Path) -> None:
     opt.close()
 
 
-def test_frozen_params_are_cast() -> None:
+def test_frozen_params_are_cast(tmp_path: Path) -> None:
+    """What a checkpoint holds of them loads with ``compute_dtype`` and without, as what trains does."""
     for stage in (1, 3):
         model = Net()
         model.block.hidden.requires_grad_(False)
         opt = ShardedSGD(model, lr=0.1, stage=stage, compute_dtype=BF16, tuning=tuning())
         step_of(model, opt, batch(0))
         assert (model.seen[1], model.block.hidden.weight.dtype) == (BF16, FP32 if stage == 3 else BF16)
+        shardopt.save_checkpoint(tmp_path / str(stage), model, opt)
+        plain = Net()
+        plain.block.hidden.requires_grad_(False)
+        unrounded = ShardedSGD(plain, lr=0.1, stage=stage, tuning=tuning())
+        shardopt.load_checkpoint(tmp_path / str(stage), plain, unrounded)
+        with opt.unsharded(), unrounded.unsharded():
+            kept = model.block.hidden.weight.float()
+            assert torch.equal(plain.block.hidden.weight, kept) and plain.block.hidden.weight.dtype is FP32
+        unrounded.close()
         model.block.hidden.requires_grad_(True)
         step_of(model, opt, batch(1))
         assert model.seen[1] is BF16

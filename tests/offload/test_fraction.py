@@ -186,9 +186,26 @@ def fills(root: str, rooms: list[int] | None) -> list[Any]:
     return found
 
 
+def stays_offloaded(root: str) -> None:
+    """On the ranks: one cannot read its states when they would be taken back, after a step that all have taken."""
+    model, optimizer = ten_buckets(Offload(root, fraction="auto"), stage=2)
+    fails = dist.get_rank() == 1
+    train(model, optimizer, range(1))
+    failing = patch("shardopt.domain.staying.copy_streams", side_effect=OffloadError("no") if fails else None)
+    with failing, pytest.warns(UserWarning, match='in place of Offload\\(fraction="auto"'):
+        train(model, optimizer, range(1, 2))
+    train(model, optimizer, range(2, 4))
+    assert tiers(optimizer) == ["disk"] * 10 and optimizer.updates == 4
+    other, plain = ten_buckets(None, stage=2)
+    train(other, plain, range(4))
+    assert ends(model, optimizer) == ends(other, plain)
+    optimizer.close()
+
+
 def test_auto_fills_what_every_device_has_left_after_the_second_step(ranks: Pool, tmp_path: Path) -> None:
     a_bucket = 12 * 1024 // 2  # of a rank of two
     rooms = [9 * a_bucket, 4 * a_bucket - 1]
     assert ranks.run(fills, str(tmp_path), rooms, world=2) == [[0, 3, 3, 0, 3, True]] * 2
     assert ranks.run(fills, str(tmp_path), None, world=2) == [[0, 10, 10, 0, 10, True]] * 2  # tiny as they are
+    ranks.run(stays_offloaded, str(tmp_path), world=2)
     assert ranks.run(fills, str(tmp_path), [-1, 10**9], world=2) == [[0, 0, 0, 0, 0, True]] * 2

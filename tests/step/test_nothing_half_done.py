@@ -131,6 +131,7 @@ def test_the_state_view_loses_no_write() -> None:
     optimizer.step()
     with pytest.raises(StateError, match="load_state_dict"):
         optimizer.state.clear()
+    assert len(optimizer.state) == len(params)
     # Surgery assigns another shape before it forgets the state: what the record cannot hold is raised, not dropped.
     optimizer.state[params[0]]["exp_avg"] = torch.zeros(699)
     for call in (optimizer.step, optimizer.state_dict):
