@@ -4,10 +4,9 @@ Gradients are random numbers of the param's dtype: sums over ranks and backwards
 those of fp32 params, beside, show the order of the ranks.
 """
 
-import gc
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +92,17 @@ def summed(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
+@contextmanager
+def in_small_chunks() -> Iterator[None]:
+    """Sums 300 elements at a time. Chunks are cached by length: this process may have used some in an earlier test."""
+    with patch.object(scatter, "CHUNK", 300):
+        scatter.chunks.cache_clear()
+        try:
+            yield
+        finally:
+            scatter.chunks.cache_clear()
+
+
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +151,7 @@ class Setting:
 def is_exact(setting: Setting) -> None:
     """Every backward's sums, the means that parts show, norms, clipping, and the params behind the step."""
     collectives = patch.object(Ranks, "has_collectives", lambda self, _: self.group is not None)
-    with collectives if setting.collectives else nullcontext(), patch.object(scatter, "CHUNK", 300):
+    with collectives if setting.collectives else nullcontext(), in_small_chunks():
         model = Sums()
         optimizer = setting.optimizer(model, max_grad_norm=1e6)  # looks at norms, and clips nothing
         masters = [param.detach().float() for param in model.parameters()]
@@ -269,8 +279,7 @@ class Widest(TorchDispatchMode):
 
 def takes_two_bytes(setting: Setting) -> None:
     """An element, between steps; while gradients are reduced a chunk in fp32."""
-    gc.collect()  # what an earlier training's garbage does as it is freed would count
-    with patch.object(scatter, "CHUNK", 300):
+    with in_small_chunks():
         model = Sums(mixed=False)
         optimizer = setting.optimizer(model)
         for step in range(2):
