@@ -80,7 +80,8 @@ def bytes_per_element(spec: Spec) -> float:
     written = [spec.param, *([spec.master] if spec.has_master and spec.master is not None else []), *spec.states]
     both = sum(each.itemsize for each in written)
     scales = sum(FP32.itemsize / BLOCK for each in spec.states if isinstance(each, BlockFormat))
-    return spec.grad.itemsize + 2 * (both + scales)
+    unread = spec.param.itemsize if spec.has_master and spec.master is FP32 and not spec.compares else 0
+    return spec.grad.itemsize + 2 * (both + scales) - unread
 
 
 def _digits(value: float) -> str:

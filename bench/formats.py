@@ -6,6 +6,8 @@ states, run right before or after; below 1 the shorter format is faster.
     python bench/formats.py                             the GPU where there is one
     python bench/formats.py --quick --elements 4194304  does it run?
 
+Masters that are fp32 `alone` are not compared with their params: `Tuning(compare_masters=False)`.
+
 `bytes` are those that a step reads and writes for each element; `kept` those that rest for each param between steps,
 its own 2 and the gradient's 2 included: measured on an optimizer, `opt.memory()` and the gradient, of one rank.
 """
@@ -32,7 +34,9 @@ from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Gradients, Streams, Tables
 from shardopt.rules.passes import passes_of
 
-MASTERS = ("fp32", "split", "split24", "none")
+# "alone": fp32 masters that an update does not compare with their params, as with Tuning(compare_masters=False).
+MASTERS = ("fp32", "alone", "split", "split24", "none")
+MASTER_OF = {"alone": "fp32"}
 STATES = ("fp32", "bf16", "int8")
 BASE = ("fp32", "fp32")
 SETTLE = 0.01  # seconds before each timed run on a CPU
@@ -87,16 +91,18 @@ def updates(master: str, states: str, grad: torch.Tensor) -> tuple[Spec, Run]:
     optimizer = shardopt.ShardedAdamW([Parameter(torch.zeros(1))], lr=1e-3, weight_decay=0.1)
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     variant = optimizer.rule.variant(group)
-    kept = formats_for(optimizer.rule, Options(master=master, state_format=states), torch.bfloat16, numel)
+    options = Options(master=MASTER_OF.get(master, master), state_format=states)
+    kept = formats_for(optimizer.rule, options, torch.bfloat16, numel)
     formats = tuple(kept.states[name] for name in variant.states)
-    spec = Spec(passes_of(variant), BF16 if kept.master is not None else BF16_RANDOM, BF16, kept.master, formats)
+    param = BF16 if kept.master is not None else BF16_RANDOM
+    spec = Spec(passes_of(variant), param, BF16, kept.master, formats, compares=master != "alone")
     values = torch.randn(numel, device=device).mul_(0.02)
-    param = values.bfloat16()
+    shown = values.bfloat16()
     masters = None
     if kept.master is not None:
-        masters = values if kept.master is FP32 else codecs.low_bits_of(values, param, kept.master)
+        masters = values if kept.master is FP32 else codecs.low_bits_of(values, shown, kept.master)
     streams = Streams(
-        param,
+        shown,
         masters,
         tuple(torch.zeros(numel, dtype=format.dtype, device=device) for format in formats),
         tuple(
@@ -153,7 +159,7 @@ def copy_speed(args: argparse.Namespace, device: torch.device) -> float:
 def kept_bytes(master: str, states: str, device: torch.device) -> float:
     """For each param of a model of two matrices and their biases, between steps of one rank."""
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).to(device, torch.bfloat16)
-    optimizer = shardopt.ShardedAdamW(model.parameters(), master=master, state_format=states)
+    optimizer = shardopt.ShardedAdamW(model.parameters(), master=MASTER_OF.get(master, master), state_format=states)
     model(torch.ones(1, 1024, device=device, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     memory = optimizer.memory()

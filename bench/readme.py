@@ -27,7 +27,7 @@ CPU, GPU = "amd-epyc-2-cores", "nvidia-h100-80gb-hbm3"
 
 def newest(name: str, device: str = CPU) -> dict[str, Any]:
     """The newest result of one benchmark on one machine; names begin with the date."""
-    path = sorted(RESULTS.glob(f"*-{name}-{device}.json"))[-1]
+    path = sorted(RESULTS.glob(f"????-??-??-{name}-{device}.json"))[-1]
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
@@ -321,7 +321,8 @@ def costs_of_formats() -> str:
     lines = [
         f"One update of {formats['settings']['elements'] / 2**20:.0f}M elements of AdamW, bf16 gradient in and bf16 "
         f"param out, on {machine['device']}: time over that of fp32 masters and states, {MEDIANS}. `kept`: bytes a "
-        "param on one rank that was given params only, its own 2 and the gradient's 2 in it.",
+        "param on one rank that was given params only, its own 2 and the gradient's 2 in it. Masters `fp32` that stand "
+        "`alone` are not compared with their params: `Tuning(compare_masters=False)`.",
         "",
         how_loss_was_measured(quality),
         "",

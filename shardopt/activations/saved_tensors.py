@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..offload.checksum import checksum
 from .channel import Act, Channel
-from .checksum import Checksums, checksum
+from .checksums import Checksums
 from .decisions import Decisions
 from .packed import Fingerprint, PackedActivation, PartitionedActivation, WholeActivation
 from .plain import is_param, plain_of

@@ -108,6 +108,9 @@ class Tuning:
             param that something else wrote counts. False: only what moved a version counter does, or what reads or
             saves masters finds; other writes, through ``param.data``, are undone by the next step. See
             docs/what-you-hold.md.
+        compare_gathered: at stage 3 a forward that a backward follows compares this rank's slice of each gathered unit,
+            before it is dropped, with what was gathered, as an evaluation does; a write through ``param.data`` in
+            between is then an error. It reads the slice twice. False: such a write is lost without a word.
     """
 
     bucket_bytes: int | None = option(
@@ -184,6 +187,11 @@ class Tuning:
     compare_masters: bool = option(
         True,
         "an update compares fp32 masters with their params ([what is lost without](what-you-hold.md#params))",
+        flag,
+    )
+    compare_gathered: bool = option(
+        False,
+        "stage 3: a training forward finds [writes through `.data`](what-you-hold.md#params), as an evaluation does",
         flag,
     )
 

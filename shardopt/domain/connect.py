@@ -46,7 +46,8 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
         if shared is None:
             # With a norm_group, backwards of other micro-batches of a pipeline follow.
             is_pipeline = options.norm_group is not None
-            gatherer = Gatherer(gathering_budget(tuning, transport.overlaps), outlives_backward=is_pipeline)
+            budget = gathering_budget(tuning, transport.overlaps)
+            gatherer = Gatherer(budget, outlives_backward=is_pipeline, watches_training=tuning.compare_gathered)
             gatherer.waiting = partial(domain.clock.phase, "unshard")
         else:
             gatherer = shared

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from ..errors import CommunicationError
 from ..profiler import labelled
 from .slice_writes import SliceWrites
+from .stray_writes import StrayWrites
 from .unit import GatheredBucket, UnitState
 from .unit_orders import Direction, ModelPass, UnitOrders
 
@@ -54,13 +55,15 @@ class Gatherer:
         orders: of uses in this step, and the schedules.
     """
 
-    def __init__(self, budget: Budget, outlives_backward: bool = False):
+    def __init__(self, budget: Budget, outlives_backward: bool = False, watches_training: bool = False):
         """
         Args:
             outlives_backward: what stays from forward to backward stays until the step.
+            watches_training: looks for stray writes in training too, not only in evaluation.
         """
         self.budget, self._outlives_backward = budget, outlives_backward
         self.writes = SliceWrites()
+        self._strays = StrayWrites(watches_training)
         self.waits_for_others = False
         self.units: dict[str, Unit] = {}
         self.orders = UnitOrders(self.units, budget)
@@ -135,6 +138,7 @@ class Gatherer:
 
     def show(self, unit: Unit) -> None:
         """Lets all params of a unit in use be read."""
+        self._strays.forget(unit)
         for each in unit.buckets:
             each.bucket.whole.show()
 
@@ -294,6 +298,8 @@ class Gatherer:
                 ) from error
             raise
         unit.gathering, unit.state = None, UnitState.UNSHARDED
+        if self._pass is not None and self._pass.is_watched:
+            self._strays.watch(unit)
 
     def _pages_for(self, memory: Memory) -> Memory:
         """Takes what was freed for this use: the memory's own pages, or if possible those of one of its size."""
@@ -315,6 +321,8 @@ class Gatherer:
             self._wait_for_unshard(unit)
         if unit.state is UnitState.SHARDED:
             return
+        self._strays.look(unit)
+        self._strays.forget(unit)
         unit.state = UnitState.SHARDED
         self._gathered.pop(unit)
         for each in unit.buckets:
@@ -348,15 +356,18 @@ class Gatherer:
         """
         # A backward under no_sync() does not say when it ends; a forward that still runs has failed.
         self.end_pass(completed=self.direction is Direction.BACKWARD)
+        self._strays.check(waits=True)
         if direction is Direction.FORWARD:
             self.orders.begin_forward()
         if self.unsharded_contexts or self.is_alone or direction is Direction.EVALUATION:
-            self._pass = ModelPass(direction, is_traced=False)
+            is_watched = not (self.unsharded_contexts or self.is_alone)
+            self._pass = ModelPass(direction, is_traced=False, is_watched=is_watched)
             return
         if self.waits_for_others:
             self.orders.guess()
         schedule, is_forward = self.orders.schedule_of(called), direction is Direction.FORWARD
-        self._pass = ModelPass(direction, schedule.forward if is_forward else schedule.backward, called=called)
+        uses = schedule.forward if is_forward else schedule.backward
+        self._pass = ModelPass(direction, uses, called, is_watched=is_forward and self._strays.in_training)
 
     @property
     def direction(self) -> Direction | None:
@@ -470,6 +481,7 @@ class Gatherer:
             self._reshard_all_but(unit.name for unit in self._held)
             return
         if not completed:
+            self._strays.forget_all()
             if self._outlives_backward:  # ranks may have come to different units before the error
                 for unit in self._gathered:
                     unit.is_pinned = False
@@ -487,6 +499,9 @@ class Gatherer:
         else:  # ranks go on from the same state, whatever each of them did
             self._reshard_all_but(())
         self.orders.note_pass(now)
+        if now.is_watched:
+            self._strays.look_at_all()
+            self._strays.check()
 
     @property
     def departures(self) -> Sequence[Order]:
@@ -520,6 +535,7 @@ class Gatherer:
     def drop_all(self) -> None:
         """Reshards all units: their slices are about to change, or the pass was abandoned."""
         self._pass = None
+        self._strays.forget_all()
         self.writes.count.update(self.writes.transports)
         self.orders.forget()
         self.on_drop()
@@ -529,6 +545,7 @@ class Gatherer:
 
     def write_back(self, unit: Unit) -> None:
         """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
+        self._strays.forget(unit)
         self.writes.before_write(unit.transport)
         for each in unit.buckets:
             each.bucket.take_sources()

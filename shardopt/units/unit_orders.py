@@ -42,6 +42,7 @@ class ModelPass:
     # Its order counts, and units may be gathered as quantizing leaves them: it trains. What ranks do in ``unsharded()``
     # or to evaluate may differ, and is exact.
     is_traced: bool = True
+    is_watched: bool = False  # looks for writes that resharding drops
     order: list[str] = field(default_factory=list)  # of the units that were used
     joined: list[str] = field(default_factory=list)  # units that were gathered for the other ranks, and not used
     past: list[str] = field(default_factory=list)  # units that this rank uses no more, or omitted

@@ -138,6 +138,7 @@ TUNING = {
     "compress_from": COUNT,
     "seed": COUNT | {"-1"},
     "compare_masters": FLAG,
+    "compare_gathered": FLAG,
 }
 OFFLOAD = {
     "states": NOTHING,

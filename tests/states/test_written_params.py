@@ -16,6 +16,7 @@ from shardopt import (
     BindingError,
     DisagreementError,
     Part,
+    ReleasedError,
     ShardedAdamW,
     ShardedOptimizer,
     ShardedSGD,
@@ -318,6 +319,65 @@ def whole_params_at_stage_3() -> None:
     assert ends[0] == ends[1]
 
 
+class Writes(nn.Module):
+    """A layer whose forward calls what it is given with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.linspace(-1, 1, 32 * 32).view(32, 32))
+        self.write: Write | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        if self.write is not None:
+            self.write(self.weight)
+        return x
+
+
+def forwards_write_to_gathered_params() -> None:
+    """An evaluation finds it, and with the option a training forward; nothing else is taken for a write."""
+    settings: list[dict[str, Any]] = [
+        {},
+        {"tuning": {"neighbours": False}},
+        {"gather_dtype": "int8"},
+        {"compute_dtype": torch.bfloat16},
+        {"tuning": {"reshard_after_forward": False}},
+    ]
+    for setting in settings:
+        tuning = Tuning(keep_below=0, compare_gathered=True, **setting.pop("tuning", {}))
+        model = nn.Sequential(*(Writes() for _ in range(3)))
+        opt = ShardedSGD(model, lr=0.01, stage=3, tuning=tuning, **setting)
+        x = torch.ones(2, 32)
+
+        def evaluate(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            with torch.no_grad():
+                return model(x).clone()  # type: ignore[no-any-return]
+
+        def train(model: nn.Module = model, opt: ShardedOptimizer = opt, x: Tensor = x) -> None:
+            model(x).float().sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+        for _ in range(2):
+            train()
+            before = evaluate()
+        for layer, runs in ((0, evaluate), (2, evaluate), (1, train)):
+            model[layer].write = lambda weight: weight.data.mul_(0.5)
+            with raises(ReleasedError, "`with optimizer.unsharded():`", f"unit is resharded: {layer}"):
+                runs()
+            model[layer].write = None
+            if runs is evaluate:
+                assert raw(evaluate()) == raw(before), setting
+            else:
+                opt.zero_grad()
+        with opt.unsharded():
+            model[1].write = lambda weight: weight.data.zero_()
+            evaluate()
+            model[1].write = None
+        assert not evaluate().any(), setting
+        train()
+
+
 def what_is_refused() -> None:
     model = Net()
     opt = ShardedSGD(model, lr=0.01, momentum=0.9, release_gradients=True)
@@ -364,13 +424,15 @@ PAGE = {
     "through `.data`, with `Tuning(compare_masters=False)`": masters_that_are_not_compared,
     "after the states are loaded, before their weights": loaded_masters_wait_for_weights,
     "inside `with optimizer.unsharded():` at stage 3, through `.data` too": whole_params_at_stage_3,
+    "through `.data` in an evaluation at stage 3, outside of `unsharded()`; in a training forward with "
+    "`Tuning(compare_gathered=True)`": forwards_write_to_gathered_params,
     "inside `with optimizer.unsharded(ema=True):`": a_written_average_is_refused,
     "`param.data = tensor` of the same shape, dtype and device": a_source_is_taken_once,
     "`param.data = tensor` of another shape, dtype or device; at stage 3 outside of `unsharded()`; "
     "with `release_gradients`": what_is_refused,
     "a new `Parameter` in the param's place: `load_state_dict(assign=True)`": what_is_refused,
 }
-EXCEPTIONS = {"through `.data` in a forward at stage 3, outside of `unsharded()`"}
+EXCEPTIONS = {"through `.data` in a training forward at stage 3, outside of `unsharded()`"}
 
 
 def test_the_page_has_these_rows() -> None:
