@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardopt
-from shardopt.offload.checksum import checksum
 from shardopt.activations.tensor_meta import TensorMeta
+from shardopt.offload.checksum import checksum
 from shardopt.offload.sum_of_products import sum_of_products
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import Pool
