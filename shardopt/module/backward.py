@@ -167,6 +167,7 @@ class Backward(RoundGradients):
         others = (gather, GradientFetch(domain, shard, index)) if domain.mesh.shard.size > 1 else (None, None)
         total = shard.gradient_sum.total[where.local]
         entry.gradient_slice = GradientSlice(total, where.start, place, receive, *others)
+        entry.gradient_slice.group = domain.mesh.world.group
 
     def detach(self) -> None:
         """Removes all hooks: gradients are autograd's own again."""

@@ -97,10 +97,27 @@ def makes_views(function: Any) -> bool:
 
 def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """True if the function would change an argument of this kind."""
-    schema = function._schema.arguments
-    named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
-    written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
+    if is_collective(function):
+        written: Any = written_by_collective(function, arguments)
+    else:
+        schema = function._schema.arguments
+        named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
+        written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
     return any(isinstance(leaf, kind) for leaf in tree_leaves(written))
+
+
+def is_collective(function: Any) -> bool:
+    """True for a collective of ``torch.distributed``."""
+    return bool(function.namespace == "c10d")
+
+
+def written_by_collective(function: Any, arguments: tuple[Any, ...]) -> Any:
+    """Returns the tensors to which a collective writes: schemas of collectives do not say so.
+
+    A broadcast of a whole that all ranks read alike writes nothing.
+    """
+    name = function._schema.name
+    return arguments[0] if arguments and name.endswith("_") and name != "c10d::broadcast_" else ()
 
 
 def _refuse(call: object) -> NoReturn:

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
-from .fetched_view import as_views, makes_views, writes_to
+from .collectives import call_collective
+from .fetched_view import as_views, is_collective, makes_views, writes_to
 from .gradient_edits import edit, edit_whole
 from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
 from .part import Mask, Part, refusal
@@ -536,6 +537,8 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
     The result has the part's dtype. A view shows the slice's own memory and has its dtype: no write to it is lost.
     """
+    if is_collective(function):
+        return call_collective(function, arguments, keywords)
     if writes_to(GradientPart, function, arguments, keywords):
         found = NotImplemented if torch._C._current_graph_task_id() >= 0 else edit(function, arguments, keywords)
         if found is NotImplemented:
@@ -545,8 +548,6 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     if not all(_is_readable(part) for part in parts):
         raise refusal(function)
     if not all(isinstance(part, GradientPart) and part.gradient_slice.gather is None for part in parts):
-        if str(function).startswith("c10d."):
-            raise _averaged(function)
         arguments, keywords = tree_map_only(Part, lambda part: part.read_whole().to(part.device), (arguments, keywords))
         return as_views(function, function(*arguments, **keywords))
 
@@ -566,13 +567,6 @@ def _is_readable(part: Part) -> bool:
         return part._fetch is not None
     gradient_slice = part.whole_slice()
     return gradient_slice.gather is None or gradient_slice.fetch is not None
-
-
-def _averaged(function: Any) -> StateError:
-    return StateError(
-        "remove the script's own averaging of gradients, or pass the params without the module (stage 0 or 1): "
-        f"{function} was called on param.grad, which shardopt has averaged, and of which this rank holds a slice only."
-    )
 
 
 def _unwritable(function: Any) -> StateError:

@@ -13,6 +13,8 @@ from torch import Tensor
 from .norm_table import Norms
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .norm_table import Array, NormTable
 
 
@@ -42,6 +44,7 @@ class GradientSlice:
             next round reduces it.
         unreduced: address of the gradient that autograd accumulated while nothing reduced it; 0: none.
         was_early: that was before the param was bound.
+        group: the ranks over which this is the mean; None: this rank alone.
         is_spoilt_elsewhere: gradients of other ranks' experts hold an Inf or NaN.
         fetch: reads the whole mean of a moment, this rank alone, in host memory and the slice's dtype. None where this
             rank holds the whole, or cannot read.
@@ -73,6 +76,7 @@ class GradientSlice:
         self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
         self.unreduced, self.was_early = 0, False
+        self.group: ProcessGroup | None = None
         self.is_spoilt_elsewhere = False
         self.round, self.edit_count = 0, 0
         self.is_moving = self.was_read = False

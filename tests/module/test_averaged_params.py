@@ -3,6 +3,7 @@
 On two ranks, where half a gradient more or less rounding is none: DDP's mean has the bits of ours.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -140,10 +141,6 @@ def said_of_gradients(stage: int) -> None:
         with in_few_words(ShardoptError, "leave no_sync()", "averages gradients itself"):
             opt.step()
         opt.zero_grad()
-    model(x).sum().backward()
-    with in_few_words(StateError, "remove the script's own averaging") if stage else nullcontext():
-        for param in params:
-            dist.all_reduce(param.grad)
     opt.close()
     if stage == 1:
         model = nn.Sequential(nn.Linear(6, 31))
@@ -151,6 +148,69 @@ def said_of_gradients(stage: int) -> None:
         model(x).sum().backward()
         with raises(ShardoptError, "ignore list", "param 0 of group 0", "gradients differ between ranks"):
             opt.step()
+
+
+def averages_by_hand(stage: int) -> None:
+    """A script's own averaging of what is averaged already: one error, or right numbers."""
+    model = nn.Sequential(nn.Linear(6, 31), nn.Linear(31, 5))
+    opt = ShardedAdamW(model, stage=stage, tuning=Tuning(keep_below=20))
+    model(torch.ones(2, 6) * (1 + dist.get_rank())).sum().backward()
+    params, same = list(model.parameters()), dist.new_group([1, 0])
+    grads: list[Any] = [param.grad for param in params]
+    before = [grad.full_tensor() for grad in grads]
+    ways: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(grads[0]),
+        lambda: dist.all_reduce(grads[1].data, op=dist.ReduceOp.MAX, group=same),
+        lambda: dist.all_reduce(grads[0].detach(), async_op=True),
+        lambda: dist.reduce(grads[0], 0),
+        lambda: dist.all_reduce_coalesced(grads),
+        lambda: coalesced(grads),
+    ]
+    for way in ways:
+        with raises_within(40, StateError, "param.grad is the mean over ranks already: remove the script's own"):
+            way()
+    if stage:
+        alone, _ = dist.new_subgroups(1)
+        with raises_within(40, StateError, "call full_tensor() on every rank", "sum_tied", "a slice only"):
+            dist.all_reduce(grads[0], group=alone)
+        for copied in (grads[0].clone(), grads[0].view(-1)):
+            with raises(StateError, "allreduce_"):
+                dist.all_reduce(copied)
+    # Each rank's copy of the mean, averaged, is the mean.
+    gathered = [torch.zeros(31, 6) for _ in range(2)]
+    dist.all_gather(gathered, grads[0])
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    for grad, mean in zip(grads, torch._utils._unflatten_dense_tensors(flat / 2, grads), strict=True):
+        grad.copy_(mean)
+    assert all(torch.equal(grad.full_tensor(), mean) for grad, mean in zip(grads, before, strict=True))
+    assert all(torch.equal(each, before[0]) for each in gathered)
+    opt.step()
+    opt.close()
+
+
+def coalesced(grads: list[Tensor]) -> None:
+    with dist._coalescing_manager():
+        for grad in grads:
+            dist.all_reduce(grad)
+
+
+def reduces_over_others(dtype: torch.dtype) -> None:
+    """A gradient that this rank holds whole may be reduced over ranks that hold other gradients."""
+    alone, _ = dist.new_subgroups(1)
+    model = nn.Linear(6, 31).to(dtype)
+    opt = ShardedAdamW(model, stage=0, process_group=alone)
+    model(torch.ones(2, 6, dtype=dtype) * (1 + dist.get_rank())).sum().backward()
+    for param in model.parameters():
+        grad: Any = param.grad
+        expected, known = grad.full_tensor(), grad.norm()
+        assert known > 0
+        dist.all_reduce(expected)
+        dist.all_reduce(grad, async_op=True).wait()  # type: ignore[union-attr]
+        assert torch.equal(grad.full_tensor(), expected) and grad.dtype is dtype
+        torch.testing.assert_close(grad.norm(), expected.float().norm())
+    opt.step()
+    opt.close()
 
 
 class raises_within:
@@ -181,3 +241,6 @@ def test_left_alone_and_refused(ranks: Pool) -> None:
         ranks.run(refused, stage, world=2)
     for stage in range(4):
         ranks.run(said_of_gradients, stage, world=2)
+        ranks.run(averages_by_hand, stage, world=2)
+    ranks.run(reduces_over_others, torch.float32, world=2)
+    ranks.run(reduces_over_others, torch.bfloat16, world=2)
