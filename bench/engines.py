@@ -210,6 +210,20 @@ ENGINES = {
         stage=2,
         is_extra=True,
     ),
+    "int8-2-late": Offer(
+        "int8 both ways, params arrive in the forward",
+        make_handed_over(2, wrapped=False, **INT8, tuning=shardopt.Tuning(overlap_gather=True)),
+        stage=2,
+        is_extra=True,
+    ),
+    "int4-2-late": Offer(
+        "int4 gradients, int8 params, which arrive in the forward",
+        make_handed_over(
+            2, wrapped=False, reduce_dtype="int4", gather_dtype="int8", tuning=shardopt.Tuning(overlap_gather=True)
+        ),
+        stage=2,
+        is_extra=True,
+    ),
     "int8-3": Offer(
         "shardopt stage 3, int8 both ways", make_handed_over(3, wrapped=False, **INT8), stage=3, is_extra=True
     ),

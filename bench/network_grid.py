@@ -37,7 +37,7 @@ Turns = dict[Cell, dict[str, list[dict[str, float]]]]
 
 def bytes_an_element(name: str, itemsize: int) -> float:
     """What an engine must send of each element of a unit."""
-    return CODED.get(name, itemsize * (3.0 if name in THREE_UNITS else 2.0))
+    return CODED.get(name.removesuffix("-late"), itemsize * (3.0 if name in THREE_UNITS else 2.0))
 
 
 def wire_floor(name: str, numel: int, itemsize: int, hosts: int, gigabits: float) -> float:

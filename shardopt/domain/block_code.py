@@ -7,7 +7,7 @@ native code and from Triton, and those of states in 8 bits (``kernels/formats.py
     decode    param = sent
               param = param + sent
 
-A message is the codes of a slice, then its scales, as bytes; two codes of 4 bits share a byte. Blocks hold elements of
+A message is the codes of a slice, then its scales, as bytes; of 4 bits, two share a byte. Blocks hold elements of
 one param, so that padding and other params change no scale; what is not encoded decodes to zeros. A block with an Inf
 or a NaN arrives as Inf and NaN throughout.
 """
@@ -79,6 +79,7 @@ class BlockCode:
         self._encode = Spec((part,), source, source, None, formats)
         self._decode = Spec((_DECODE, _DECODE_AND_ADD), target, FP32, None, (format,))
         self._numel, self._bits, self._device = numel, format.bits, device
+        self._one_row = torch.zeros(numel // BLOCK, dtype=torch.int32, device=device)  # of each block
         self._backend = backend_of(device)
         for spec in (self._encode, self._decode):
             self._backend.prepare(spec, device, aligned=True)
@@ -120,8 +121,7 @@ class BlockCode:
             return
         codes = message[self._code_bytes(first) : self._code_bytes(first + numel)]
         rows = torch.tensor([[target.data_ptr(), numel]], dtype=torch.int64)
-        row_of_block = torch.zeros(numel // BLOCK, dtype=torch.int32, device=self._device)
-        gradients = Gradients(row_of_block, rows, target.data_ptr() % 16 == 0)
+        gradients = Gradients(self._one_row[: numel // BLOCK], rows, target.data_ptr() % 16 == 0)
         states = (codes if self._bits == 8 else unpacked(codes),)
         streams = Streams(target, None, states, (self._scales(message, first, first + numel),))
         self._backend.run(self._decode, int(add), streams, Tables(gradients, _NO_SCALARS))
@@ -140,11 +140,13 @@ def message_bytes(numel: int, bits: int) -> int:
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """Returns codes of 4 bits, a byte each with the sign on top, as half as many bytes: an even element lies below."""
-    both = ((codes >> 4) & 8) | (codes & 7)
-    return both[0::2] | (both[1::2] << 4)
+    pairs = codes.view(torch.int16)  # two at a time: a stride of 2 would keep torch from vectors
+    pairs = ((pairs >> 4) & 0x0808) | (pairs & 0x0707)
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpacked(codes: torch.Tensor) -> torch.Tensor:
     """Returns what :func:`packed` has packed."""
-    both = torch.stack([codes & 15, codes >> 4], 1).view(-1)
-    return (both & 7) | ((both & 8) << 4)
+    pairs = codes.to(torch.int16)
+    pairs = (pairs | (pairs << 4)) & 0x0F0F
+    return ((pairs & 0x0707) | ((pairs & 0x0808) << 4)).view(torch.uint8)
