@@ -462,6 +462,8 @@ class Backward(RoundGradients):
             self._look_at_weights()
         with torch._C.DisableTorchFunctionSubclass():  # params may be resharded: see finish()
             self._start_round()
+        for store in self._domain.stores:
+            store.read_ahead()
         self._lost = None
         if self._domain.sharded is not None:
             self.pass_over(self._domain.sharded.gatherer.past)

@@ -73,6 +73,9 @@ class CpuStepStore(Store):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    def read_ahead(self) -> None:
+        self._inner.read_ahead()
+
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         self._drop_staged()
         inside = [self._inside(chunk) for chunk in chunks]

@@ -158,6 +158,10 @@ class Store(Protocol):
         """Begins a step's updates: one pass or several, each with a prefetch and a flush."""
         return
 
+    def read_ahead(self) -> None:
+        """A backward begins: the store may begin to bring what the next step will fetch first."""
+        return
+
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         return
 

@@ -69,9 +69,14 @@ class OwnedFile:
             self.close()
             raise
 
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child, which shares the file and the transfer buffers with its parent."""
+        return os.getpid() == self._pid
+
     def check_process(self) -> None:
-        """Raises OffloadError in a forked child, which shares the file and the transfer buffers with its parent."""
-        if os.getpid() != self._pid:
+        """Raises OffloadError in a forked child."""
+        if not self.is_ours:
             raise OffloadError(
                 "use the optimizer in the process that made it, or construct one in the child; offload('cpu') before "
                 f"the fork gives the child a copy of the states. Process {os.getpid()} is a fork of {self._pid}, which "

@@ -9,6 +9,9 @@
 A slot is a staging buffer. A job is one chunk's way through a slot: read, update, write. Jobs enter in their order, as
 slots become free. Their transfers run on a few threads, which release the GIL. An error of a transfer is raised by the
 next call of the thread that updates.
+
+The first jobs of a step may be read before it begins. Nobody waits for them then, and an error of theirs is raised
+nowhere: the step reads that chunk again.
 """
 
 import threading
@@ -44,6 +47,9 @@ class ChunkJob:
         self.parts: list[TransferBuffer] = []
         self.is_read = threading.Event()
         self.left = len(reads)  # transfers of the current phase that have not ended
+        self.is_ahead = False  # it is read before anybody needs it
+        self.has_failed = False  # while it was ahead
+        self.is_dropped = False  # its slot becomes free once it is read
 
 
 class Pipeline:
@@ -58,6 +64,7 @@ class Pipeline:
         self._free: list[TransferBuffer] = []
         self._made = 0
         self._slot_bytes = 0
+        self._ahead: list[ChunkJob] = []
         self._busy = 0  # transfers that the threads have not ended
         self._problem: Exception | None = None
         self._is_abandoned = False
@@ -66,8 +73,40 @@ class Pipeline:
     def buffer_bytes(self) -> int:
         return self._made * self._slot_bytes
 
+    def read_ahead(self, jobs: Sequence[ChunkJob]) -> list[ChunkJob]:
+        """Begins to read jobs that a later ``prefetch`` may have, into slots that are free. Returns those that it began.
+
+        It makes no slot.
+        """
+        with self._changed:
+            fit = [job for job in jobs if sum(job.sizes) <= self._slot_bytes][: len(self._free)]
+            for job in fit:
+                job.is_ahead = True
+            self._ahead += fit
+            self._waiting.extend(fit)
+            self._admit()
+        return fit
+
+    def take(self, job: ChunkJob) -> bool:
+        """Returns whether a job that was begun ahead is as good as a new one: from now on its errors are raised."""
+        with self._changed:
+            if job.has_failed:
+                return False
+            job.is_ahead = False
+            self._ahead.remove(job)
+            return True
+
+    def drop_ahead(self) -> None:
+        """Drops what was begun ahead and not taken. Slots become free as reads that are under way end."""
+        with self._changed:
+            dropped, self._ahead = self._ahead, []
+            for job in dropped:
+                job.is_dropped = True
+                if job.is_read.is_set():
+                    self._end_phase(job)
+
     def prefetch(self, jobs: Sequence[ChunkJob]) -> None:
-        """Begins to read these jobs, which ``fetch`` takes in this order."""
+        """Begins to read these jobs, which ``fetch`` takes in this order, but for those that were taken."""
         largest = max((sum(job.sizes) for job in jobs), default=0)
         if largest > self._slot_bytes:
             self._free, self._made, self._slot_bytes = [], 0, largest
@@ -75,7 +114,7 @@ class Pipeline:
             self._free.append(TransferBuffer.allocate(self._slot_bytes))
             self._made += 1
         with self._changed:
-            self._waiting.extend(jobs)
+            self._waiting.extend([job for job in jobs if job.slot is None])
             self._admit()
 
     def _admit(self) -> None:
@@ -110,7 +149,10 @@ class Pipeline:
         except Exception as error:
             problem = error
         with self._changed:
-            self._problem = self._problem or problem
+            if job.is_ahead:
+                job.has_failed |= problem is not None
+            else:
+                self._problem = self._problem or problem
             self._busy -= 1
             job.left -= 1
             if not job.left:
@@ -120,10 +162,12 @@ class Pipeline:
     def _end_phase(self, job: ChunkJob) -> None:
         if not job.is_read.is_set():
             job.is_read.set()
-            return
+            if not job.is_dropped:
+                return
         if not self._is_abandoned:
             assert job.slot is not None
-            self._free.append(job.slot)
+            if len(job.slot.bytes) == self._slot_bytes:  # else slots have become larger since it was begun ahead
+                self._free.append(job.slot)
             job.slot, job.parts = None, []
             self._admit()
 
@@ -170,19 +214,23 @@ class Pipeline:
         with self._changed:
             self._is_abandoned = True
             self._waiting.clear()
+            self._ahead = []
             self._drop_slots()  # slots of jobs that were read but not written would never become free
 
     def _drop_slots(self) -> None:
         self._free, self._made, self._slot_bytes = [], 0, 0
 
     def wait_idle(self) -> None:
-        """Waits until no abandoned transfer runs any more.
+        """Waits until no transfer runs any more that was abandoned, or dropped.
 
         Raises:
             OffloadError: a transfer does not end.
         """
-        self._wait(lambda: not self._busy, "transfers of an earlier step to end")
+        self._wait(lambda: self._busy == self._busy_ahead(), "transfers of an earlier step to end")
         self._problem, self._is_abandoned = None, False
+
+    def _busy_ahead(self) -> int:
+        return sum(job.left for job in self._ahead if not job.is_read.is_set())
 
     def _raise_problem(self) -> None:
         if self._problem is not None:

@@ -22,7 +22,7 @@ from ..store import Fetched, Store
 from .checksum import compile_checksum
 from .file_io import PAGE, padded
 from .ownership import OwnedFile
-from .pipeline import ChunkJob, Pipeline
+from .pipeline import SLOTS, ChunkJob, Pipeline
 from .segments import Segment, Segments
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class DiskStorage:
                     self._segments.forget(self.segment(name, start))
 
     def release(self) -> None:
+        self._store.drop_ahead()
         for offset in reversed(self._extents):
             self._segments.give_back(offset)
         self.planes, self._offsets, self._extents, self._kept = {}, {}, [], self._kept[:0].clone()
@@ -179,6 +180,8 @@ class DiskStore(Store):
         self.pipeline = Pipeline(deadline)  # for steps and for writes
         self._reads, self._reading, self._deadline = Pipeline(deadline), threading.Lock(), deadline
         self._jobs: dict[Chunk, ChunkJob] = {}
+        self._first: list[tuple[Segment, ...]] = []  # of the chunks that the last step fetched first
+        self._ahead: dict[tuple[Segment, ...], ChunkJob] = {}  # begun for the next step, unless something is written
         self._fetched: list[Chunk] = []  # chunks whose params may have been updated
         self._homes: weakref.WeakSet[DiskStorage] = weakref.WeakSet()
 
@@ -189,24 +192,45 @@ class DiskStore(Store):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    def read_ahead(self) -> None:
+        # Each backward of a step comes here, one in a forked child too: its error comes where it would use states.
+        if self._ahead or self.is_open or not self._owned.is_ours:
+            return
+        jobs = {parts: self._job(parts) for parts in self._first}
+        begun = self.pipeline.read_ahead(list(jobs.values()))
+        self._ahead = {parts: job for parts, job in jobs.items() if job in begun}
+
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
-        self._jobs = {chunk: self._job(chunk) for chunk in chunks if chunk.names}
+        moving = [chunk for chunk in chunks if chunk.names]
+        self._first = self._first or [_segments_of(chunk) for chunk in moving[:SLOTS]]
+        self._jobs = {chunk: self._job_of(chunk) for chunk in moving}
+        self.drop_ahead()
         self.pipeline.prefetch(list(self._jobs.values()))
 
-    def _job(self, chunk: Chunk) -> ChunkJob:
-        parts = {name: _home(chunk).segment(name, chunk.start) for name in chunk.names}
+    def _job_of(self, chunk: Chunk) -> ChunkJob:
+        parts = _segments_of(chunk)
+        job = self._ahead.get(parts)
+        if job is None or not self.pipeline.take(job):
+            job = self._job(parts)
+        named = zip(chunk.names, parts, strict=True)
+        job.writes = [_nothing if name in chunk.unwritten else self.segments.writer(part) for name, part in named]
+        return job
+
+    def _job(self, parts: Sequence[Segment]) -> ChunkJob:
         # The newest values: a step may take several passes, which read what the passes before them wrote.
-        reads = [self.segments.loader(part) for part in parts.values()]
-        writes = [_nothing if name in chunk.unwritten else self.segments.writer(part) for name, part in parts.items()]
-        return ChunkJob([part.nbytes for part in parts.values()], reads, writes)
+        return ChunkJob([part.nbytes for part in parts], [self.segments.loader(part) for part in parts], ())
+
+    def drop_ahead(self) -> None:
+        """Drops what was read for the next step."""
+        self._ahead = {}
+        self.pipeline.drop_ahead()
 
     def fetch(self, chunk: Chunk) -> Fetched:
         parts = self.pipeline.fetch(self._jobs[chunk]) if chunk.names else []
         if chunk.param is not None:
             _copy(_kept(chunk), chunk.param)
             self._fetched.append(chunk)
-        segments = (_home(chunk).segment(name, chunk.start) for name in chunk.names)
-        streams = [segment.items(part) for segment, part in zip(segments, parts, strict=True)]
+        streams = [segment.items(part) for segment, part in zip(_segments_of(chunk), parts, strict=True)]
         return Fetched(streams, chunk.param, chunk.gradients)
 
     def write_back(self, chunk: Chunk) -> None:
@@ -230,6 +254,10 @@ class DiskStore(Store):
             OffloadError: transfers of an earlier step do not end, or this process is a fork of the one that made the
                 store.
         """
+        self._open()
+        self._first = []
+
+    def _open(self) -> None:
         self._owned.check_process()
         self.pipeline.wait_idle()
         self.segments.begin()
@@ -243,16 +271,17 @@ class DiskStore(Store):
         for chunk in self._fetched:
             assert chunk.param is not None
             _copy(chunk.param, _kept(chunk))
-        self._jobs, self._fetched = {}, []
+        self._jobs, self._ahead, self._fetched = {}, {}, []
         self.pipeline.abandon()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """A transaction of its own, or a part of the one that is open."""
+        self.drop_ahead()
         if self.segments.is_open:
             yield
             return
-        self.begin()
+        self._open()
         try:
             yield
             self._file.sync()
@@ -284,12 +313,18 @@ class DiskStore(Store):
         return {"host": kept + self.pipeline.buffer_bytes + self._reads.buffer_bytes}
 
     def close(self) -> None:
-        with self.reading() as reads:
-            reads.abandon()
-            reads.wait_idle()
-            self.pipeline.close()
-            reads.close()
+        # A forked child has none of the threads that it would wait for. Test: test_a_child_that_is_forked_in_a_backward.
+        if self._owned.is_ours:
+            with self.reading() as reads:
+                reads.abandon()
+                reads.wait_idle()
+                self.pipeline.close()
+                reads.close()
         self._owned.close()
+
+
+def _segments_of(chunk: Chunk) -> tuple[Segment, ...]:
+    return tuple([_home(chunk).segment(name, chunk.start) for name in chunk.names])
 
 
 def _nothing(part: TransferBuffer) -> None:

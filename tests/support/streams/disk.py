@@ -24,7 +24,8 @@ class _Transfers:
 @contextmanager
 def written_down(book: Book) -> Iterator[None]:
     """Within, transfers are works of a record."""
-    prefetch, fetch, write_back, flush = Pipeline.prefetch, Pipeline.fetch, Pipeline.write_back, Pipeline.flush
+    read_ahead, prefetch, fetch = Pipeline.read_ahead, Pipeline.prefetch, Pipeline.fetch
+    write_back, flush = Pipeline.write_back, Pipeline.flush
     of: dict[Pipeline, _Transfers] = {}
 
     def read(known: _Transfers, after: Sequence[int]) -> None:
@@ -33,10 +34,17 @@ def written_down(book: Book) -> Iterator[None]:
             cost = Cost(DISK, sum(job.sizes) if job.reads else 0)
             known.reads[job] = book.record.beside(book.host, "a chunk is read", cost, after)
 
+    def begun_ahead(pipeline: Pipeline, jobs: Sequence[ChunkJob]) -> list[ChunkJob]:
+        known, begun = of.setdefault(pipeline, _Transfers()), read_ahead(pipeline, jobs)
+        known.waiting = deque(begun)
+        for _ in begun:
+            read(known, ())
+        return begun
+
     def prefetched(pipeline: Pipeline, jobs: Sequence[ChunkJob]) -> None:
-        known = of.setdefault(pipeline, _Transfers())
-        known.waiting = deque(jobs)
-        for _ in range(SLOTS):
+        known, taken = of.setdefault(pipeline, _Transfers()), [job for job in jobs if job.slot is not None]
+        known.waiting = deque(job for job in jobs if job.slot is None)
+        for _ in range(SLOTS - len(taken)):
             read(known, ())
         prefetch(pipeline, jobs)
 
@@ -60,8 +68,8 @@ def written_down(book: Book) -> Iterator[None]:
         flush(pipeline)
 
     with ExitStack() as stack:
-        calls = {"prefetch": prefetched, "fetch": fetched, "write_back": written_back, "flush": flushed}
-        for name, call in calls.items():
+        calls = {"read_ahead": begun_ahead, "prefetch": prefetched, "fetch": fetched}
+        for name, call in {**calls, "write_back": written_back, "flush": flushed}.items():
             stack.enter_context(patch.object(Pipeline, name, call))
         yield
 
