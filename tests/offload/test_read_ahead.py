@@ -1,5 +1,5 @@
-"""Promise: a backward of a module that was handed over reads the first chunks of the next step from the disk; no bit, no
-byte of memory and no error of a step is another one for it."""
+"""Promise: with the module handed over, a backward reads the first chunks of its step from the disk; no bit, no byte of
+memory and no error of a step is another one for it."""
 
 import copy
 import errno
@@ -225,6 +225,18 @@ def test_a_read_that_fails_in_backward_is_made_again(tmp_path: Path) -> None:
     assert training.bits() == expected.bits()
 
 
+@contextmanager
+def slow_until_a_step_reads() -> Iterator[None]:
+    slow, prefetch = Stalled("read"), Pipeline.prefetch
+
+    def let_go(pipeline: Pipeline, jobs: Any) -> None:
+        prefetch(pipeline, jobs)
+        slow._gate.set()
+
+    with system(slow), patch.object(Pipeline, "prefetch", let_go):
+        yield
+
+
 def test_slots_that_have_become_too_short_are_not_used_again(tmp_path: Path) -> None:
     """Chunks have a stream more than those that are still being read when the step begins."""
     ends = []
@@ -232,13 +244,7 @@ def test_slots_that_have_become_too_short_are_not_used_again(tmp_path: Path) -> 
         training = Training(offload)
         training.backward()
         training.step()
-        slow, prefetch = Stalled("read"), Pipeline.prefetch
-
-        def let_go(pipeline: Pipeline, jobs: Any, slow: Stalled = slow) -> None:
-            prefetch(pipeline, jobs)
-            slow._gate.set()
-
-        with system(slow), patch.object(Pipeline, "prefetch", let_go):
+        with slow_until_a_step_reads():
             training.backward()
             turn_on_amsgrad(training)
             training.step()

@@ -74,10 +74,7 @@ class Pipeline:
         return self._made * self._slot_bytes
 
     def read_ahead(self, jobs: Sequence[ChunkJob]) -> list[ChunkJob]:
-        """Begins to read jobs that a later ``prefetch`` may have, into slots that are free. Returns those that it began.
-
-        It makes no slot.
-        """
+        """Begins to read jobs that a later ``prefetch`` may have, into free slots. Returns those that it began."""
         with self._changed:
             fit = [job for job in jobs if sum(job.sizes) <= self._slot_bytes][: len(self._free)]
             for job in fit:

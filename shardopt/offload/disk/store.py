@@ -313,7 +313,7 @@ class DiskStore(Store):
         return {"host": kept + self.pipeline.buffer_bytes + self._reads.buffer_bytes}
 
     def close(self) -> None:
-        # A forked child has none of the threads that it would wait for. Test: test_a_child_that_is_forked_in_a_backward.
+        # A forked child has none of the threads that it would wait for: test_a_child_that_is_forked_in_a_backward.
         if self._owned.is_ours:
             with self.reading() as reads:
                 reads.abandon()
