@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
     from ..remote.epoch import Epoch, Moment, Place
     from .shard import Shard
+    from .turn import Turn
 
 
 class Shown(Reducing, Protocol):
@@ -42,6 +43,8 @@ class Shown(Reducing, Protocol):
     def epoch(self) -> Epoch: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def turn(self) -> Turn: ...
     @property
     def frozen_shards(self) -> Sequence[Shard]: ...
 
@@ -83,7 +86,8 @@ class RemoteStates:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing."""
         remote = RemoteStates(domain)
         mesh = domain.mesh
-        peers = Peers.connect(mesh.shard, remote.slice_at, groups_between([mesh.shard, mesh.world]))
+        groups = groups_between([mesh.shard, mesh.world])
+        peers = Peers.connect(mesh.shard, remote.slice_at, groups, lambda: domain.turn.trainer)
         if peers is None:
             return None
         remote.peers = peers

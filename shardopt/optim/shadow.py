@@ -192,7 +192,8 @@ class Shadow(JoinHook):
             gatherer.orders.refuse()
             self.announce("gather", lambda: {"problem": why})
         elif gathers.state is UnitState.SHARDED and (gatherer.direction is None or not self._is_complete):
-            self.announce("gather", lambda: {"unit": gathers.name})
+            evaluates = gatherer.direction is Direction.EVALUATION
+            self.announce("gather", lambda: {"unit": gathers.name, "evaluates": evaluates})
 
     def _check_place(self, engine: Engine) -> None:
         if self._backward is not None and not _joinable(engine)._join_config.is_first_joinable:
@@ -312,7 +313,7 @@ class Shadow(JoinHook):
     def _gather(self, engine: Engine, announced: Announcement) -> None:
         gatherer = _gatherer(engine)
         assert gatherer is not None
-        gatherer.join(gatherer.units[announced.facts["unit"]])
+        gatherer.join(gatherer.units[announced.facts["unit"]], announced.facts["evaluates"])
 
     def _round(self, engine: Engine, announced: Announcement) -> None:
         assert self._backward is not None

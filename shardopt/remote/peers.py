@@ -15,7 +15,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CommunicationError, StateError
+from .apart import Apart
 from .ended_peers import EndedPeers, facts_of
 from .serve import (
     CHUNK,
@@ -79,11 +80,17 @@ class Peers:
         self._is_missed = threading.Event()  # another rank waits in vain for this one, whose process ends
 
     @staticmethod
-    def connect(ranks: Ranks, readable: Readable, groups: Sequence[dist.ProcessGroup] = ()) -> Peers | None:
+    def connect(
+        ranks: Ranks,
+        readable: Readable,
+        groups: Sequence[dist.ProcessGroup] = (),
+        trainer: Callable[[], int] = lambda: 0,
+    ) -> Peers | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing.
 
         Args:
             groups: in which these ranks wait for each other, in one order on all of them.
+            trainer: returns the thread that trains; 0: the main thread.
         """
         # Every rank makes a token and a key; all take those of rank 0.
         card = [own_machine(), secrets.token_hex(16), secrets.token_hex(32)]
@@ -100,6 +107,8 @@ class Peers:
             return None
         own.register(slices)
         peers = Peers(own, slices, addresses, ranks.rank, ranks.seconds)
+        if ranks.group is not None and groups:
+            slices.apart = Apart(ranks.group, groups, lambda rank: _connect(addresses[rank], slices), trainer)
         _PEERS.add(peers)
         return peers
 
@@ -241,6 +250,8 @@ class Peers:
         """Stops reading. This rank goes on serving until no other rank reads any more."""
         if self._leaving is None:
             self.disconnect()
+            if self._slices.apart is not None:
+                self._slices.apart.retire()
             self._slices.retire()
             self._leaving = threading.Thread(target=self._say_farewell, name="shardopt-farewell", daemon=True)
             self._leaving.start()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -37,6 +37,9 @@ from ..partition.comm.patience import attending, note_beat
 from .ended_peers import EndedPeers
 from .epoch import Moment
 from .listener import Listener
+
+if TYPE_CHECKING:
+    from .apart import Apart
 
 MAX_REQUEST = 4096  # bytes; no request of a rank is longer
 MAX_ERROR = 4096  # characters of an error's text; the peer reads at most 64 KiB
@@ -67,6 +70,7 @@ class ServedSlices:
         last_asked: when another rank last read, or said that it reads alone.
         read_alone: when another rank last said that it reads alone.
         ended: the peers whose processes end.
+        apart: tells peers that evaluate where this rank is.
     """
 
     token: str
@@ -76,6 +80,7 @@ class ServedSlices:
     last_asked: float = 0.0  # by the monotonic clock
     read_alone: float = 0.0
     ended: EndedPeers = field(default_factory=EndedPeers)
+    apart: Apart | None = None
     _is_retired: bool = False
     _leaving: list[connection.Connection[Any, Any]] = field(default_factory=list)  # peers that said farewell
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -198,6 +203,9 @@ class StateServer:
                 if "ended" in request:
                     slices.ended.keep(peer, request["ended"])
                     return
+                if ("where" in request or "complete" in request) and slices.apart is not None:
+                    peer.send_bytes(json.dumps(slices.apart.answer(request)).encode())
+                    continue
                 _send(peer, slices, request)
         peer.close()
 

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, DisagreementError
 from ..profiler import labelled
 from .slice_writes import SliceWrites
 from .stray_writes import StrayWrites
@@ -116,7 +116,9 @@ class Gatherer:
         call ``done``.
         """
         self._advance_to(unit)
-        self._gather_now(unit, self._pass is not None and self._pass.is_traced)
+        now = self._pass
+        evaluates = now is not None and now.direction is Direction.EVALUATION
+        self._gather_now(unit, now is not None and now.is_traced, evaluates)
         if self._freed:
             self._give_pages_back()
 
@@ -125,11 +127,11 @@ class Gatherer:
         self._gather_now(unit, may_be_coded=False)
         self.show(unit)
 
-    def _gather_now(self, unit: Unit, may_be_coded: bool) -> None:
+    def _gather_now(self, unit: Unit, may_be_coded: bool, evaluates: bool = False) -> None:
         if self._alone is None and self.writes.written:
             self.writes.after_writes()
         if unit.state is UnitState.SHARDED or self._outlives_backward or unit.is_coded:
-            self._unshard(unit, may_be_coded)
+            self._unshard(unit, may_be_coded, evaluates)
         else:
             self._gathered[unit] = self._gathered.pop(unit)  # now the most recently used
         if unit.state is not UnitState.UNSHARDED:
@@ -205,10 +207,10 @@ class Gatherer:
         if not unit.users:
             self._reshard(unit)
 
-    def join(self, unit: Unit) -> None:
+    def join(self, unit: Unit, evaluates: bool) -> None:
         """Takes part in a gather of other ranks that this rank's schedule does not have."""
         self._reshard(unit)
-        self._unshard(unit)
+        self._unshard(unit, evaluates=evaluates)
         self._reshard(unit)
 
     def done_but_viewed(self, unit: Unit) -> None:
@@ -219,11 +221,12 @@ class Gatherer:
                 each.lies_in(each.bucket.flat)
         self.done(unit, reshard=True)
 
-    def _unshard(self, unit: Unit, may_be_coded: bool = False) -> None:
+    def _unshard(self, unit: Unit, may_be_coded: bool = False, evaluates: bool = False) -> None:
         """Starts to gather a unit.
 
         Args:
             may_be_coded: True in what trains. What is evaluated, read, saved or written back is exact.
+            evaluates: True in a forward that no backward follows.
         """
         self._gathered[unit] = self._gathered.pop(unit, None)  # now the most recently used
         if self._outlives_backward:
@@ -239,12 +242,13 @@ class Gatherer:
             now = self.writes.count[unit.transport]
             is_held = unit.held_at == now
             keeps_at = None if is_held else now
-        if unit.all_gather is None:
-            unit.all_gather = unit.transport.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
+        phase = f"gathering {unit.display_name}"
+        if evaluates not in unit.all_gathers:
+            unit.all_gathers[evaluates] = unit.transport.all_gather(phase, GATHER_TIMEOUT, evaluates)
         if is_held and holders is not None:
-            gathering = holders.all_gather(f"gathering {unit.display_name}", GATHER_TIMEOUT)
+            gathering = holders.all_gather(phase, GATHER_TIMEOUT)
         else:
-            gathering = unit.all_gather if self._alone is None else self._alone(unit)
+            gathering = unit.all_gathers[evaluates] if self._alone is None else self._alone(unit)
         try:
             for each in unit.buckets:
                 if is_sharded:
@@ -285,11 +289,13 @@ class Gatherer:
                 for each in unit.buckets:
                     each.decode()
         except BaseException as error:
-            # The memory is not freed: what other ranks have sent may still arrive there.
+            # The memory is not freed: what other ranks have sent may still arrive there. Unless ranks ran apart.
             unit.gathering, unit.state = None, UnitState.SHARDED
             self._gathered.pop(unit)
             for each in unit.buckets:
                 each.messages = each.parts = None
+                if isinstance(error, DisagreementError):
+                    each.bucket.drop()
             if isinstance(error, CommunicationError) and self.waits_for_others:
                 raise CommunicationError(
                     "run as many forwards and backwards on every rank, and what ranks do on their own (generate(), an "

@@ -126,7 +126,7 @@ class Unit:
         stays_shown: True if its params may be read without a call, until it is resharded by hand or the next step.
         is_pinned: True if it stays gathered that long.
         called: the name of the module that a script calls, with this unit in it. Each has passes of its own.
-        all_gather: that gathers it, each time; made for the first.
+        all_gathers: that gather it, by whether it is to evaluate; made for the first time.
         gathering: the all-gather that was started and not waited for.
         has_code: True if its slices travel encoded to what trains.
         is_coded: True if its buckets hold, or will hold, what quantizing left of the slices.
@@ -145,7 +145,7 @@ class Unit:
     stays_shown: bool = False
     is_pinned: bool = False
     called: str = ""
-    all_gather: AllGather | None = None
+    all_gathers: dict[bool, AllGather] = field(default_factory=dict)
     gathering: AllGather | None = None
     has_code: bool = False
     is_coded: bool = False

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardopt import CommunicationError, ShardedAdamW, ShardedOptimizer, StateError
-from shardopt.partition.comm import patience, peer_board
+from shardopt import CommunicationError, DisagreementError, ShardedAdamW, ShardedOptimizer, StateError
+from shardopt.partition.comm import messages, patience, peer_board
 from shardopt.remote import peers, serve
 from shardopt.remote.serve import ServedSlices
 from tests.support.comparing import raw, snapshot
@@ -245,6 +245,53 @@ def killed(has_buffer: bool) -> None:
         train_step(model, opt, 1)
 
 
+def next_step(model: Model, opt: ShardedOptimizer) -> None:
+    train_step(model, opt, 2)
+
+
+def saves(model: Model, opt: ShardedOptimizer) -> None:
+    opt.consolidate_state_dict(to=0)
+
+
+def whole(model: Model, opt: ShardedOptimizer) -> None:
+    whole_loss(model, opt)
+
+
+def forgets(world: int) -> None:
+    """`if rank == 0: evaluate()` without the context: it alone gets an error, while the others wait elsewhere.
+
+    Nothing is broken: once it has joined them, all train on, with the bits of ranks that never tried.
+    """
+    rank = dist.get_rank()
+    for live_bytes in (None, 0):
+        (model, opt), (other, plain) = (made(neighbours=False, live_bytes=live_bytes) for _ in range(2))
+        for step in range(2):
+            train_step(model, opt, step)
+            train_step(other, plain, step)
+        for number, call in enumerate((lambda *_: dist.barrier(), next_step, saves, whole)):
+            readers = {number % world} if world < 3 else {0, number % world}
+            if rank in readers:
+                with (
+                    patch.object(messages, "_FIRST_LOOK", 0.05),
+                    torch.no_grad(),
+                    raises(DisagreementError, "unsharded(alone=True)", "gathering first to evaluate"),
+                ):
+                    model(torch.ones(3, W))
+            call(model, opt)
+            if call is next_step:
+                next_step(other, plain)
+            assert whole_loss(model, opt) == whole_loss(other, plain)
+        assert snapshot(model, opt) == snapshot(other, plain)
+        with torch.no_grad(), patch.object(messages, "_FIRST_LOOK", 0.05):  # all ranks, at other lengths
+            model(torch.ones(3, W))
+            if rank == 1:
+                with raises(DisagreementError, "at other lengths"):
+                    model(torch.ones(3, W))
+        dist.barrier()
+        opt.close()
+        plain.close()
+
+
 class Late:
     """A collective that is not there at its deadline, three times, while beats come or not."""
 
@@ -284,6 +331,11 @@ def test_errors_and_other_places(ranks: Pool) -> None:
 def test_the_others_end(ranks: Pool) -> None:
     ranks.run(ends, world=2)
     ranks.run(waits_for_collectives, world=1)
+
+
+def test_the_context_is_forgotten(ranks: Pool) -> None:
+    for world in (2, 3):
+        ranks.run(forgets, world, world=world)
 
 
 def test_a_reader_is_killed(ranks: Pool) -> None:

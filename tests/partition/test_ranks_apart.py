@@ -163,19 +163,23 @@ def test_all_ranks_may_change_the_order(ranks: Pool) -> None:
 
 def one_rank_alone(timeout: float | None) -> None:
     """Whoever waits is told for which unit, for whom, and what to do."""
+    store = dist.distributed_c10d._get_default_store()
     with in_no_hurry():
         model, opt = made(3, "messages", timeout=timeout)
         trained(model, opt, [(0, 1)])
     if dist.get_rank() == 0:
         try:
             for unit in opt.engine.domain.gatherer.units.values():
-                unit.all_gather = None  # which is made anew, with this deadline
+                unit.all_gathers.clear()  # they are made anew, with this deadline
             with torch.no_grad(), patch("shardopt.units.gatherer.GATHER_TIMEOUT", timedelta(seconds=2)):
                 model(data(0, 4, W), (0, 1))
         except CommunicationError as error:
             assert all(words in str(error) for words in ("gathering first", "rank 1", "optimizer.unsharded()")), error
         else:
             raise AssertionError("rank 0 went on alone")
+        store.set("told", "")
+    else:
+        store.wait(["told"], timedelta(seconds=LATER))  # for no rank: it may still come, as far as rank 0 can know
 
 
 def test_a_gather_that_a_rank_never_joins(ranks: Pool) -> None:

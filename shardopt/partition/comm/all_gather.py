@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ...errors import DisagreementError
 from ..streams import last_used
 from .group import Pending, as_bytes
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 # First tag of messages that carry shards, above the tags of messages that carry gradients: gloo matches by tag alone,
 # and a shard could arrive in the buffer of a gradient.
 FIRST_TAG = 1 << 30
+# Added to the tag of a gather of a forward that no backward follows: it never meets one that trains.
+EVALUATION = 1 << 19
 CAST_NUMEL = 1 << 16  # elements of another dtype that are read at a time: they stay in the cache until they are cast
 
 
@@ -139,10 +143,17 @@ class AllGather:
 
         Raises:
             CommunicationError: a rank died or is late.
+            DisagreementError: ranks run apart; all has arrived, and may hold anything.
         """
-        ends, self.ends = self.ends, {}
-        for end in ends.values():
-            end()
+        ends, self.ends = iter(self.ends.values()), {}
+        try:
+            for end in ends:
+                end()
+        except DisagreementError:
+            for end in ends:  # other ranks complete these as well: memory is freed once all has arrived
+                with suppress(DisagreementError):
+                    end()
+            raise
 
 
 def by_messages(ranks: Members, phase: str, limit: timedelta | None = None) -> AllGather:
@@ -155,6 +166,18 @@ def by_messages(ranks: Members, phase: str, limit: timedelta | None = None) -> A
         shards = [window.shard(rank) for rank in range(ranks.size)]
         own = [shards[ranks.rank]] * ranks.size
         return partial(ranks.wait, ranks.exchange_slices(own, shards, FIRST_TAG + window.number, phase), limit)
+
+    return AllGather(begin)
+
+
+def to_evaluate(ranks: Ranks, phase: str, limit: timedelta | None = None) -> AllGather:
+    """Like :func:`by_messages`, in a forward that no backward follows: ranks that do not run it are found."""
+
+    def begin(window: Window) -> Callable[[], None]:
+        shards = [window.shard(rank) for rank in range(ranks.size)]
+        own = [shards[ranks.rank]] * ranks.size
+        pending = ranks.exchange_slices(own, shards, FIRST_TAG + EVALUATION + window.number, phase)
+        return partial(ranks.wait, ranks.evaluating(pending, own[0].nbytes), limit)
 
     return AllGather(begin)
 

@@ -23,6 +23,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from .messages import Evaluation
+
 _TICK = 0.05  # seconds between two looks at the waits for messages
 _WITHOUT_END = timedelta(days=365)
 # The tag of a message that nobody sends: its time is up at once, which ends all waits in the group.
@@ -77,9 +79,11 @@ def wait_for_collective(work: Any, deadline: timedelta, group: dist.ProcessGroup
                 raise
 
 
-def wait_for_message(work: Any, deadline: timedelta, group: dist.ProcessGroup, peer: int) -> None:
+def wait_for_message(
+    work: Any, deadline: timedelta, group: dist.ProcessGroup, peer: int, evaluation: Evaluation | None = None
+) -> None:
     """Waits for a message of gloo. Raises RuntimeError after its deadline; the group cannot be used any more then."""
-    wait = _MessageWait(group, peer, deadline.total_seconds())
+    wait = _MessageWait(group, peer, deadline.total_seconds(), evaluation)
     _WATCH.add(wait)
     try:
         work.wait(_WITHOUT_END)
@@ -96,11 +100,14 @@ class _MessageWait:
     group: dist.ProcessGroup
     peer: int
     seconds: float
+    evaluation: Evaluation | None
     began: float = field(default_factory=lambda: time.monotonic())
     is_over: bool = False
 
     def look(self) -> None:
         """Ends the wait if its time is up."""
+        if self.evaluation is not None:
+            self.evaluation.look()
         if time.monotonic() < self.began + self.seconds or self.is_over:
             return
         if is_read_alone(self.group, self.began):

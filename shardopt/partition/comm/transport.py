@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ...errors import BindingError, CommunicationError
 from . import all_to_all
-from .all_gather import FIRST_TAG, Window, by_collectives, by_messages, by_reading
+from .all_gather import FIRST_TAG, Window, by_collectives, by_messages, by_reading, to_evaluate
 from .async_gather import AsyncGather
 from .group import Traffic
 from .peer_board import PeerBoard
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # Numbers of windows that one transport has; 512 transports of a group have numbers of their own. Tags are made of these
 # numbers: with equal tags a message of one optimizer could be taken for one of another.
-_WINDOWS = 1 << 20
+_WINDOWS = 1 << 20  # half of them for the gathers of evaluations
 
 # Process group -> the number of transports that it has had.
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -160,14 +160,17 @@ class Transport:
             peers = tuple((self._cards[each][0], addresses[each][0]) for each in holders.members)
         return self._opened, peers if holders.reads_memory else ()
 
-    def all_gather(self, phase: str, limit: timedelta | None = None) -> AllGather:
+    def all_gather(self, phase: str, limit: timedelta | None = None, evaluates: bool = False) -> AllGather:
         """Returns an all-gather for shards that are final on every rank.
 
         Args:
             limit: of each wait of the host, see :meth:`Ranks.wait`; the waits of NCCL have the group's timeout.
+            evaluates: of forwards that no backward follows.
         """
         if self._memory is not None:
             return by_reading(self.ranks, self._memory)
+        if evaluates and not self.ranks.has_collectives(self._device):
+            return to_evaluate(self.ranks, phase, limit)
         return all_gather_between(self.ranks, self._device, phase, limit)
 
     def gather(self, phase: str, is_coded: bool = False) -> Gather:

@@ -1,0 +1,127 @@
+"""What this rank has begun in a group and waits for there: by it ranks tell that they run apart.
+
+Messages count by their tag, collectives by their group. Two ranks that make the same calls in one order cannot both
+wait for what the other one has not begun; two that do would wait until a deadline::
+
+    rank 0   evaluates: waits in the 7th gather of a unit, which rank 1 has not begun            time ->
+    rank 1   waits in the 12th collective of the group, which rank 0 has not begun
+
+:mod:`shardopt.remote.apart` asks the other ranks where they are. A forward that no backward follows has sent nothing
+but its gathers: ranks that never run it complete them, so that it ends, and the group can be used on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_FIRST_LOOK = 1.0  # seconds that a rank waits before it asks the others where they are
+_LAST_PAUSE = 16.0  # between two looks; it doubles from look to look
+
+
+class Evaluation:
+    """A gather of a forward that no backward follows, from its beginning to the end of its wait.
+
+    Attributes:
+        number: among the messages of this tag.
+        nbytes: of what it sends to each rank, and receives from each.
+        verdict: why ranks run apart, once the others complete this gather with anything; None: its values are right.
+    """
+
+    def __init__(self, book: Book, phase: str, tag: int, peers: Sequence[int], nbytes: int):
+        self.phase, self.tag, self.peers, self.nbytes = phase, tag, tuple(dict.fromkeys(peers)), nbytes
+        self.number = book.counts[tag]
+        self.verdict: str | None = None
+        self._book, self._pause, self._looks_at = book, _FIRST_LOOK, time.monotonic() + _FIRST_LOOK
+        self._looking: threading.Thread | None = None
+        book.evaluations[self.tag] = self
+
+    def look(self) -> None:
+        """Asks the other ranks where they are, by a thread, if this rank has waited for a while."""
+        now, is_looking = time.monotonic(), self._looking is not None and self._looking.is_alive()
+        if now < self._looks_at or is_looking or not self._book.inquirers:
+            return
+        self._pause = min(2 * self._pause, _LAST_PAUSE)
+        self._looks_at = now + self._pause
+        inquire = self._book.inquirers[-1]
+        self._looking = threading.Thread(target=inquire, args=(self,), name="shardopt-apart", daemon=True)
+        self._looking.start()
+
+    def forget(self) -> None:
+        """Is called once it has been waited for."""
+        self._book.evaluations.pop(self.tag, None)
+
+
+class Book:
+    """What this rank has begun in one group.
+
+    Attributes:
+        counts: of messages to all ranks, by tag.
+        completed: by tag and rank: of gathers of that rank that this one completed, and did not run.
+        evaluations: by tag: gathers that are under way.
+        inquirers: ask the other ranks about one of these; the newest one counts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = weakref.ref(group)
+        self.counts, self.completed = Counter[int](), Counter[tuple[int, int]]()
+        self.evaluations: dict[int, Evaluation] = {}
+        self.inquirers: list[Callable[[Evaluation], None]] = []
+        self.messages = 0  # sent and received
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives of host memory this rank has begun in the group, by whatever library."""
+        group = self._group()
+        if group is None:
+            return 0
+        backend: Any = group._get_backend(torch.device("cpu"))  # not begun(): it counts a backend of two devices twice
+        return int(backend._get_sequence_number_for_group()) - self.messages
+
+    def note(self, tag: int, count: int) -> None:
+        """Notes that this rank has begun messages of a tag to all ranks: so many are sent and received."""
+        self.counts[tag] += 1
+        self.messages += count
+
+    def begun_with(self, tag: int, rank: int) -> int:
+        """Returns how many messages of a tag this rank has begun with another one."""
+        return self.counts[tag] + self.completed[tag, rank]
+
+
+_BOOKS: weakref.WeakKeyDictionary[dist.ProcessGroup, Book] = weakref.WeakKeyDictionary()
+# By thread: the group in which it waits, the tag of the message (None: a collective), and what it is for.
+WAITS: dict[int, tuple[dist.ProcessGroup, int | None, str]] = {}
+
+
+@contextmanager
+def waiting(
+    group: dist.ProcessGroup | None, tag: int | None, phase: str, evaluation: Evaluation | None
+) -> Iterator[None]:
+    """A context in which this thread waits for other ranks."""
+    thread = threading.get_ident()
+    if group is not None:
+        WAITS[thread] = group, tag, phase
+    try:
+        yield
+    finally:
+        WAITS.pop(thread, None)
+        if evaluation is not None:
+            evaluation.forget()
+
+
+def book_of(group: dist.ProcessGroup) -> Book:
+    """Returns what this rank has begun in a group."""
+    found = _BOOKS.get(group)
+    if found is None:
+        found = _BOOKS.setdefault(group, Book(group))
+    return found

@@ -1,0 +1,176 @@
+"""Ranks that run apart: a rank that evaluates asks the others, after a while, where they are.
+
+It waits for a gather that a rank has not begun, and that rank for a call that this one has not begun: neither would
+come (:mod:`shardopt.partition.comm.messages`). Once that holds of all ranks that it waits for, these complete its
+gathers by a thread, with zeros that nobody sees, and its forward ends in an error. They themselves notice nothing::
+
+    rank 0   evaluates: gather ... where are you? ... complete it! ...  error       time ->
+    rank 1   barrier() ............................................................
+             thread               in barrier()       zeros
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..partition.comm.host_group import host_group
+from ..partition.comm.messages import WAITS, book_of
+
+if TYPE_CHECKING:
+    from ..partition.comm.messages import Evaluation
+
+# Calls of torch that wait for all ranks of a group.
+_COLLECTIVES = re.compile(
+    r"(all_gather|all_reduce|all_to_all|(monitored_)?barrier|broadcast|gather|reduce|scatter)"
+    r"(_scatter|_object|_object_list|_into_tensor|_tensor|_single)*"
+)
+_ANSWER = 10.0  # seconds that one answer may take
+_FILE = os.path.join(os.path.dirname(dist.__file__), "distributed_c10d.py")
+
+
+class Wait(NamedTuple):
+    """What a thread waits for: a message, or a collective, of one of the groups that ranks share."""
+
+    group: int  # its place among them
+    tag: int | None  # of a message; None: a collective
+    number: int
+    name: str  # for people
+
+
+def wait_of(thread: int, groups: Sequence[dist.ProcessGroup]) -> Wait | None:
+    """Returns what a thread of this process waits for; None if it waits for no rank of these groups."""
+    waits = WAITS.get(thread)
+    if waits is not None:
+        group, tag, phase = waits
+        if group not in groups:
+            return None
+        number = book_of(group).collectives if tag is None else book_of(group).counts[tag]
+        return Wait(groups.index(group), tag, number, phase)
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _FILE and _COLLECTIVES.fullmatch(code.co_name):
+            given = frame.f_locals.get("group") or dist.group.WORLD
+            if not isinstance(given, dist.ProcessGroup) or host_group(given) not in groups:
+                return None
+            group = host_group(given)
+            return Wait(groups.index(group), None, book_of(group).collectives, f"{code.co_name}()")
+        frame = frame.f_back
+    return None
+
+
+class Apart:
+    """The ranks of one optimizer, as one that evaluates asks them where they are."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
+        connect: Callable[[int], connection.Connection[Any, Any]],
+        trainer: Callable[[], int],
+    ):
+        """
+        Args:
+            group: of the ranks, by whose numbers ``connect`` knows them.
+            groups: in which they wait for each other, in one order on all of them.
+            trainer: returns the thread that trains; 0: the main thread.
+        """
+        self._group, self._groups, self._connect = host_group(group), groups, connect
+        self._trainer = trainer
+        book_of(self._group).inquirers.append(self.inquire)
+
+    def retire(self) -> None:
+        """Asks no more: the optimizer is done."""
+        with suppress(ValueError):
+            book_of(self._group).inquirers.remove(self.inquire)
+
+    # -- the rank that evaluates -----------------------------------------------------------------------------------
+
+    def inquire(self, evaluation: Evaluation) -> None:
+        """Asks the ranks that this one waits for. If they run apart, they complete its gathers."""
+        with suppress(OSError, EOFError, ValueError, KeyError):  # a rank that is gone is noticed by who waits for it
+            self._inquire(evaluation)
+
+    def _inquire(self, evaluation: Evaluation) -> None:
+        waiting: dict[int, Wait] = {}
+        for rank in evaluation.peers:
+            has_begun, wait = self._ask(rank, {"where": self._facts([evaluation], rank)})
+            if has_begun:
+                continue
+            if wait is None or self._has_begun(Wait(*wait), rank):
+                return  # it may come yet
+            waiting[rank] = Wait(*wait)
+        if not waiting:
+            return
+        under_way = list(book_of(self._group).evaluations.values())
+        for each in under_way:  # first: what completes them is not their values
+            each.verdict = self._verdict(evaluation, waiting)
+        if not any([self._complete(under_way, rank, wait) for rank, wait in waiting.items()]):
+            for each in under_way:
+                each.verdict = None
+
+    def _complete(self, evaluations: Sequence[Evaluation], rank: int, wait: Wait) -> bool:
+        try:
+            return bool(self._ask(rank, {"complete": self._facts(evaluations, rank), "while": wait}))
+        except (OSError, EOFError, ValueError):
+            return False
+
+    def _ask(self, rank: int, request: dict[str, Any]) -> Any:
+        with self._connect(rank) as peer:
+            peer.send_bytes(json.dumps(request).encode())
+            if not peer.poll(_ANSWER):
+                raise TimeoutError("no answer")
+            return json.loads(peer.recv_bytes(1 << 16))
+
+    def _facts(self, evaluations: Sequence[Evaluation], rank: int) -> list[Any]:
+        place, book = self._groups.index(self._group), book_of(self._group)
+        gathers = [[each.tag, each.number + book.completed[each.tag, rank], each.nbytes] for each in evaluations]
+        return [place, self._group.rank(), gathers]
+
+    def _has_begun(self, wait: Wait, rank: int) -> bool:
+        book = book_of(self._groups[wait.group])
+        return (book.collectives if wait.tag is None else book.begun_with(wait.tag, rank)) >= wait.number
+
+    def _verdict(self, evaluation: Evaluation, waiting: dict[int, Wait]) -> str:
+        rank, wait = min(waiting.items())
+        where = f"on rank {self._group.rank()} of {self._group.size()}"
+        return (
+            "put what one rank does (`if rank == 0: evaluate()`) in `with optimizer.unsharded(alone=True):`, and what "
+            "ranks do at other lengths in `with optimizer.unsharded():`. While "
+            f"{evaluation.phase} to evaluate, {where}: rank {rank} does not evaluate, and waits for this one elsewhere "
+            f"({wait.name}). Nothing has changed: make that call on this rank too, and all go on."
+        )
+
+    # -- the others ------------------------------------------------------------------------------------------------
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        """Answers a rank that evaluates."""
+        place, rank, gathers = request["where"] if "where" in request else request["complete"]
+        group = self._groups[int(place)]
+        book, wait = book_of(group), wait_of(self._trainer() or threading.main_thread().ident or 0, self._groups)
+        lacking = [each for each in gathers if book.begun_with(each[0], rank) < each[1]]
+        if "where" in request:
+            return [not lacking, wait]
+        if wait is None or list(wait) != request["while"]:
+            return False
+        works = []
+        for tag, _, nbytes in lacking:
+            book.completed[tag, rank] += 1
+            book.messages += 2
+            works.append(dist.irecv(torch.empty(nbytes, dtype=torch.uint8), group_src=rank, group=group, tag=tag))
+            works.append(dist.isend(torch.zeros(nbytes, dtype=torch.uint8), group_dst=rank, group=group, tag=tag))
+        for each in works:
+            assert each is not None
+            each.wait()
+        return True
