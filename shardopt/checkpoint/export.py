@@ -20,12 +20,13 @@ import torch
 from ..domain.param_state import count_as_torch
 from ..errors import CheckpointError
 from ..rules.choice import KEY
+from ..tensors.safetensors_format import bytes_of, header
 from . import files, values
 from .assemble import Assembly, source_of, sources_of
 from .elements import contiguous_strides, host_chunks, reader_of
 from .param_box import ParamBox, StridedBox
 from .records import TensorKey
-from .safetensors_file import SafetensorsWriter, bytes_of, header
+from .safetensors_file import SafetensorsWriter
 
 if TYPE_CHECKING:
     from .inspect import Advance

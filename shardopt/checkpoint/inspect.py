@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import CheckpointError
+from ..tensors.safetensors_format import NAME_OF_DTYPE
 from . import values
 from .publish import find
 from .reader import Checkpoint, file_chunks
-from .records import NAME_OF_DTYPE, SECTIONS
+from .records import SECTIONS
 
 if TYPE_CHECKING:
     from .records import GroupInfo, Manifest, TensorInfo, TensorKey

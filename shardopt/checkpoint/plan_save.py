@@ -18,10 +18,11 @@ from ..errors import CheckpointError
 from ..kernels.formats import FP32, BlockFormat
 from ..partition.layout import BLOCK
 from ..tensors.part import Part
+from ..tensors.safetensors_format import NAME_OF_DTYPE
 from . import gradients, rng, values
 from .elements import even_part, flat_of, host_chunks, own_part, reader_of, shard_reader, stream_reader, strides_of
 from .mesh_ranks import numbers_of
-from .records import NAME_OF_DTYPE, GradientInfo, GroupInfo, OptimizerInfo, ParamInfo, TensorInfo, TensorKey
+from .records import GradientInfo, GroupInfo, OptimizerInfo, ParamInfo, TensorInfo, TensorKey
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain

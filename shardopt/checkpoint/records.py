@@ -15,6 +15,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.formats import FORMATS
 from ..tensors.norm_table import Norms
+from ..tensors.safetensors_format import DTYPES, NAME_OF_DTYPE
 from .param_box import ParamBox
 from .typed_json import (
     Above0,
@@ -37,24 +38,8 @@ from .typed_json import (
 # Elements are read, verified and written in chunks of this size; larger reads gained nothing on two kinds of disk.
 CHUNK_BYTES = 4 << 20
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 SECTIONS = ("params", "gradients", "buffers", "extra", "rng")
 _SCALES = ".scales"
-NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorKey(NamedTuple):

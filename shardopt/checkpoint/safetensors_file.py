@@ -1,4 +1,4 @@
-"""One rank's file in the safetensors format: 8 bytes of length, a JSON header, then the tensors' bytes without gaps.
+"""One rank's file in the safetensors format (:mod:`shardopt.tensors.safetensors_format`).
 
 The header is known before the elements are, so the elements are streamed after it and are never in memory all at once.
 """
@@ -6,41 +6,22 @@ The header is known before the elements are, so the elements are streamed after 
 from __future__ import annotations
 
 import hashlib
-import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, cast
 
 import torch
 
+from ..tensors.safetensors_format import bytes_of
 from . import files
-from .records import CHUNK_BYTES, NAME_OF_DTYPE, FileInfo
+from .records import CHUNK_BYTES, FileInfo
 
 # From this size on a thread takes the checksum during the write; on the same thread it would cost a quarter of a fast
 # disk's speed.
 SMALL = 256 << 10
 # After this many bytes the system begins to write pages out, so that the sync at the end is short.
 BEGIN_BYTES = 16 << 20
-
-
-def header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Returns the bytes before the first element, for (name, dtype, shape) of the tensors in the order of the file."""
-    described: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, dtype, shape in tensors:
-        end = offset + torch.Size(shape).numel() * dtype.itemsize
-        described[name] = {"dtype": NAME_OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * ((8 - len(text)) % 16)  # so that a mapped file is aligned for every dtype
-    return len(text).to_bytes(8, "little") + text
-
-
-def bytes_of(values: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous 1D tensor on the host, without a copy."""
-    return memoryview(cast(Any, values.view(torch.uint8).numpy()))
 
 
 class SafetensorsWriter:

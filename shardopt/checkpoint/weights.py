@@ -23,11 +23,12 @@ from ..errors import CheckpointError
 from ..optim.optimizer import ShardedOptimizer
 from ..partition.layout import split_into_buckets
 from ..tensors.inner_tensors import is_wrapper
+from ..tensors.safetensors_format import NAME_OF_DTYPE, header
 from . import files
 from .export import new_file
 from .names import unwrapped
-from .records import CHUNK_BYTES, NAME_OF_DTYPE
-from .safetensors_file import SafetensorsWriter, header
+from .records import CHUNK_BYTES
+from .safetensors_file import SafetensorsWriter
 
 if TYPE_CHECKING:
     from ..engine import Engine

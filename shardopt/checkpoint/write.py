@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import CheckpointError
+from ..tensors.safetensors_format import header
 from ..version import __version__
 from . import files, publish
 from .elements import contiguous_strides
 from .manifest import checked, to_bytes
 from .reader import file_chunks_of_range
 from .records import CheckpointInfo, FileInfo, Manifest, SavedRange, Tensors
-from .safetensors_file import SafetensorsWriter, header
+from .safetensors_file import SafetensorsWriter
 from .typed_json import from_json, to_json
 
 # Advice by the error of the system.

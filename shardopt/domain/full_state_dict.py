@@ -22,7 +22,13 @@ _MODULE, _GATHERS = "torch.distributed.checkpoint.state_dict", "_gather_state_di
 
 
 def take_parts_along() -> None:
-    """Makes torch's functions read parts from now on, if the program has imported them; torch has no hook for it."""
+    """Makes torch's functions read parts from now on, if the program has imported them, and safetensors stream them.
+
+    Neither has a hook for it.
+    """
+    from ..tensors.parts_in_files import stream_parts  # nobody saves in most processes
+
+    stream_parts()
     module = sys.modules.get(_MODULE)
     gather = getattr(module, _GATHERS, None)
     if gather is not None and not isinstance(gather, _WithParts):

@@ -8,7 +8,7 @@ fetched when they are read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -16,6 +16,9 @@ from .expressions import expression, is_cut_alike, scattered
 from .fetched_view import makes_views
 from .held import HeldTensor, Source, mapped, view_of, write_to, written_by
 from .part import Part
+
+if TYPE_CHECKING:
+    from .whole_memory import WholeMemory
 
 _aten = torch.ops.aten
 
@@ -90,9 +93,11 @@ class HeldPart(Part):
     def read_whole(self) -> torch.Tensor:
         return self._fetch()
 
-    def _memory(self, asked: str) -> torch.Tensor:
-        self._whole = None  # of another moment
-        return super()._memory(asked)
+    def _memory(self, asked: str) -> WholeMemory:
+        kept, self._whole = self._whole, None  # of another moment, unless it is found again
+        found = super()._memory(asked)
+        del kept
+        return found
 
     def plain(self) -> Part:
         """Returns a part with the values of now, which stays when the record is replaced."""

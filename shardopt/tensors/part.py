@@ -11,13 +11,16 @@ A part is not a ``DTensor``: slices are ranges of elements, of uneven length, wh
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError
 from .fetched_view import as_views, writes_to
+
+if TYPE_CHECKING:
+    from .whole_memory import WholeMemory
 
 # Functions of single elements: they mean the same for the slice alone and for the whole.
 _ELEMENTWISE = {
@@ -27,11 +30,11 @@ _ELEMENTWISE = {
     torch.ops.aten._to_copy.default,
 }
 
-# Whole tensors whose address was asked for, by what fetches them. The parts of tied weights must have one address: a
-# writer that reads memory (safetensors) would save two copies. This is a table of the process because the parts of one
-# param come from several calls of state_dict() and have nothing in common but an equal ``fetch``. It is weak: the parts
-# own the wholes. See test_files_without_pickle.
-_WHOLES: "weakref.WeakValueDictionary[Callable[[], torch.Tensor], torch.Tensor]" = weakref.WeakValueDictionary()
+# Memory of whole tensors whose address was asked for, by what fetches them. The parts of tied weights must have one
+# address: a writer that reads memory (safetensors) would save two copies. This is a table of the process because the
+# parts of one param come from several calls of state_dict() and have nothing in common but an equal ``fetch``. It is
+# weak: the parts own the memory. See test_files_without_pickle.
+_WHOLES: "weakref.WeakValueDictionary[Callable[[], torch.Tensor], WholeMemory]" = weakref.WeakValueDictionary()
 
 
 class Part(torch.Tensor):
@@ -49,7 +52,7 @@ class Part(torch.Tensor):
     _write: Callable[[torch.Tensor], None] | None = None
     _gather_slices: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a snapshot: what it keeps of the record
     _is_alone: bool = False
-    _whole: torch.Tensor | None = None  # the whole in memory of its own, once its address was asked for
+    _whole: "WholeMemory | None" = None  # of its own, once its address was asked for
 
     @staticmethod
     def __new__(
@@ -121,7 +124,8 @@ class Part(torch.Tensor):
         """
         if self._fetch is None:
             raise refusal("read_whole()")
-        return self._fetch() if self._whole is None else self._whole
+        kept = self._whole
+        return self._fetch() if kept is None or not kept.is_filled else kept.filled()
 
     # What torch refuses for any subclass.
 
@@ -140,23 +144,29 @@ class Part(torch.Tensor):
         return self.read_whole()
 
     # Writers of files without pickle (safetensors) read memory. For them this rank alone makes a copy of the whole, in
-    # host memory. The copy lives as long as the part: writers take two tensors at one address for one tensor, and freed
-    # memory would be used again.
+    # host memory. It lives as long as the part: writers take two tensors at one address for one tensor, and freed memory
+    # would be used again. The storage of what nobody has read yet has an address and a size, and no values.
 
     def data_ptr(self) -> int:
-        return self._memory("data_ptr()").data_ptr()
+        return self._memory("data_ptr()").filled().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self._memory("untyped_storage()").untyped_storage()
+        return self._memory("untyped_storage()").storage
 
-    def _memory(self, asked: str) -> torch.Tensor:
+    def _typed_storage(self) -> torch.TypedStorage:
+        self._memory("untyped_storage()").filled()
+        return super()._typed_storage()
+
+    def _memory(self, asked: str) -> "WholeMemory":
         if self._whole is None:
             if self._fetch is None:
                 raise refusal(asked)
             self._whole = _WHOLES.get(self._fetch)
         if self._whole is None:
             assert self._fetch is not None
-            self._whole = _WHOLES[self._fetch] = self._fetch()
+            from .whole_memory import WholeMemory  # few ask
+
+            self._whole = _WHOLES[self._fetch] = WholeMemory(self._fetch, self)
         return self._whole
 
     # Methods that use the address of a tensor's memory without a check that there is any: they would crash.

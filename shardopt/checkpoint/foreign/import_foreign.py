@@ -13,10 +13,11 @@ import torch
 from ...domain.param_state import ParamState
 from ...errors import CheckpointError, StateError
 from ...partition.comm.group import Ranks
+from ...tensors.safetensors_format import NAME_OF_DTYPE
 from .. import files, publish, values
 from ..elements import contiguous_strides
 from ..plan_save import SavePlan
-from ..records import NAME_OF_DTYPE, GroupInfo, OptimizerInfo, ParamInfo, TensorInfo, TensorKey
+from ..records import GroupInfo, OptimizerInfo, ParamInfo, TensorInfo, TensorKey
 from ..write import RankWriter, as_checkpoint_error
 from .source import LazyTensor, plain_hyper
 

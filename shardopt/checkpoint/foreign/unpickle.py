@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ...tensors.safetensors_format import DTYPES
 from ..manifest import MAX_BYTES
-from ..records import DTYPES
 
 
 class Inert:
