@@ -144,8 +144,8 @@ class Part(torch.Tensor):
         return self.read_whole()
 
     # Writers of files without pickle (safetensors) read memory. For them this rank alone makes a copy of the whole, in
-    # host memory. It lives as long as the part: writers take two tensors at one address for one tensor, and freed memory
-    # would be used again. The storage of what nobody has read yet has an address and a size, and no values.
+    # host memory. It lives as long as the part: writers take two tensors at one address for one tensor, and freed
+    # memory would be used again. The storage of what nobody has read yet has an address and a size, and no values.
 
     def data_ptr(self) -> int:
         return self._memory("data_ptr()").filled().data_ptr()
@@ -155,7 +155,8 @@ class Part(torch.Tensor):
 
     def _typed_storage(self) -> torch.TypedStorage:
         self._memory("untyped_storage()").filled()
-        return super()._typed_storage()
+        found: torch.TypedStorage = super()._typed_storage()  # type: ignore[no-untyped-call]
+        return found
 
     def _memory(self, asked: str) -> "WholeMemory":
         if self._whole is None:

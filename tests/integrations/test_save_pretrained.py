@@ -1,4 +1,4 @@
-"""``save_pretrained()`` at stage 3, on one rank or on all of them: the files of the whole model, which no rank holds."""
+"""``save_pretrained()`` at stage 3, on one rank or on all: files of the whole model, which no rank holds."""
 
 import json
 import os
