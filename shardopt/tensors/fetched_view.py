@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
@@ -12,7 +13,45 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import StateError
 
 
-class FetchedView(torch.Tensor):
+class Guarded:
+    """A tensor of which torch's own C functions must not write the memory: what they do by themselves it does here.
+
+    Without it torch would make this tensor show other memory, or use the address of memory that is not there.
+    """
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Any:
+        """The same tensor without its history, as ``detach()`` returns it."""
+        return self.detach()  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        # Module.to() and cpu() assign the tensor itself where they move nothing. Test: a Lightning trainer's end.
+        if values is not self:
+            self._take(values, "a write to .data")
+
+    def apply_(self, *arguments: Any) -> Any:
+        return self._call_for_each("apply_", arguments)
+
+    def map_(self, *arguments: Any) -> Any:
+        return self._call_for_each("map_", arguments)
+
+    def map2_(self, *arguments: Any) -> Any:
+        """Calls a function of three numbers for each element, as torch's own does, or is refused as :meth:`map_` is."""
+        return self._call_for_each("map2_", arguments)
+
+    def _take(self, values: torch.Tensor, call: str) -> None:
+        """Takes the values of a tensor, which ``call`` gave."""
+        raise NotImplementedError
+
+    def _call_for_each(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """Answers the method ``name``, which calls a function for each element."""
+        raise NotImplementedError
+
+
+class FetchedView(Guarded, torch.Tensor):
     """What ``part[3]``, ``part.t()`` or ``part.unbind()`` return: views of the whole, which was fetched for them.
 
     Copies, files and results of functions are plain tensors.
@@ -51,24 +90,11 @@ class FetchedView(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain)
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
+    def _take(self, values: torch.Tensor, call: str) -> None:
+        _refuse(call)
 
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        if values is not self:
-            _refuse("a write to .data")
-
-    def apply_(self, *arguments: Any) -> Self:
-        _refuse("apply_()")
-
-    def map_(self, *arguments: Any) -> Self:
-        _refuse("map_()")
-
-    def map2_(self, *arguments: Any) -> Self:
-        """Refused, as :meth:`map_` is."""
-        _refuse("map2_()")
+    def _call_for_each(self, name: str, arguments: tuple[Any, ...]) -> NoReturn:
+        _refuse(f"{name}()")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -95,14 +121,25 @@ def makes_views(function: Any) -> bool:
     return function.is_view or function is torch.ops.aten._unsafe_view.default
 
 
+@functools.cache
+def written_by(function: Any) -> tuple[str, ...]:
+    """Returns the names of the arguments that a function writes to."""
+    schema = function._schema.arguments
+    return tuple(each.name for each in schema if each.alias_info is not None and each.alias_info.is_write)
+
+
+def by_name(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of a call by their names."""
+    return {**dict(zip((each.name for each in function._schema.arguments), arguments, strict=False)), **keywords}
+
+
 def writes_to(kind: type, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """True if the function would change an argument of this kind."""
     if is_collective(function):
         written: Any = written_by_collective(function, arguments)
     else:
-        schema = function._schema.arguments
-        named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
-        written = [named.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
+        named = by_name(function, arguments, keywords)
+        written = [named.get(name) for name in written_by(function)]
     return any(isinstance(leaf, kind) for leaf in tree_leaves(written))
 
 

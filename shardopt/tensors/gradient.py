@@ -167,16 +167,6 @@ class GradientPart(Part):
     def _refused_write(self, call: str) -> StateError:
         return _unwritable(call)
 
-    @property
-    def data(self) -> Tensor:
-        """The same gradient; values that are assigned to it become the gradient."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        if values is not self:
-            self._take(values, "a write to .data")
-
     def set_(self, source: Any = None, *arguments: Any) -> Self:
         """Takes the values of a tensor like this one; it does not show that tensor's memory from then on."""
         if arguments or not isinstance(source, Tensor):
@@ -245,7 +235,7 @@ def _set_item(whole: Tensor, index: Any, value: Any) -> None:
 _READ: MutableMapping[Tensor, tuple[int, Any, set[int]]] = WeakIdKeyDictionary()
 
 
-def _number(function: Any, operand: Any, slices: Sequence[GradientSlice]) -> Any:
+def _number(operand: Any, slices: Sequence[GradientSlice]) -> Any:
     """Returns a factor, a divisor or a bound as a plain number.
 
     A script's own clipping multiplies one gradient after the other by one tensor, and on a GPU each read of it waits
@@ -270,12 +260,23 @@ def _is_number(operand: Any) -> bool:
     return not isinstance(operand, Tensor) or (operand.numel() == 1 and not isinstance(operand, Part))
 
 
-def _multiply(function: Any, part: GradientPart, other: Any) -> Any:
-    if not _is_number(other):
-        return NotImplemented
-    gradient_slice = part.whole_slice()
-    multiply([gradient_slice], _number(function, other, [gradient_slice]))
-    return part
+def _alone(
+    change: Callable[..., None], slice_of: Callable[[GradientPart], GradientSlice] = GradientPart.whole_slice
+) -> Any:
+    """Returns the answer to a method that changes one part.
+
+    Args:
+        change: makes the change by numbers to many slices.
+    """
+
+    def answer(function: Any, part: GradientPart, *operands: Any) -> Any:
+        if not all(map(_is_number, operands)):
+            return NotImplemented
+        slices = [slice_of(part)]
+        change(slices, *(_number(each, slices) for each in operands))
+        return part
+
+    return answer
 
 
 def _divide(function: Any, part: GradientPart, other: Any) -> Any:
@@ -285,30 +286,10 @@ def _divide(function: Any, part: GradientPart, other: Any) -> Any:
     pending = gradient_slice.pending
     if pending is not None and not is_called_by_pipeline():
         gradient_slice = part.whole_slice()
-    divisor = _number(function, other, [gradient_slice])
+    divisor = _number(other, [gradient_slice])
     if pending is not None:  # scale_grads() of a zero-bubble schedule
         gradient_slice.pending = pending / divisor
     divide([gradient_slice], divisor)
-    return part
-
-
-def _negate(function: Any, part: GradientPart) -> GradientPart:
-    negate([part.whole_slice()])
-    return part
-
-
-def _zero(function: Any, part: GradientPart) -> GradientPart:
-    zero([part.live_slice()])
-    return part
-
-
-def _clamp(function: Any, part: GradientPart, *bounds: Any, **named_bounds: Any) -> GradientPart:
-    clamp([part.whole_slice()], *bounds, **named_bounds)
-    return part
-
-
-def _clamp_from_above(function: Any, part: GradientPart, high: Any) -> GradientPart:
-    _from_above([part.whole_slice()], high)
     return part
 
 
@@ -376,7 +357,7 @@ def _at_once(
         if plain:
             function(plain, *operand)
         if slices:
-            change(slices, *(_number(function, each, slices) for each in operand))
+            change(slices, *(_number(each, slices) for each in operand))
 
     return answer
 
@@ -597,14 +578,15 @@ _IN_LISTS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "clamp_min_": (_at_once("clamp_min_", clamp), ("Scalar",)),
     "clamp_max_": (_at_once("clamp_max_", _from_above), ("Scalar",)),
 }
+_multiply = _alone(multiply)
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.mul_.Tensor: _multiply,
     aten.div_.Tensor: _divide,
-    aten.neg_.default: _negate,
-    aten.zero_.default: _zero,
-    aten.clamp_.default: _clamp,
-    aten.clamp_min_.default: _clamp,
-    aten.clamp_max_.default: _clamp_from_above,
+    aten.neg_.default: _alone(negate),
+    aten.zero_.default: _alone(zero, GradientPart.live_slice),
+    aten.clamp_.default: _alone(clamp),
+    aten.clamp_min_.default: _alone(clamp),
+    aten.clamp_max_.default: _alone(_from_above),
     aten.add_.Tensor: _accumulate,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.linalg_vector_norm.default: _norm,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .fetched_view import by_name, written_by
 from .gradient_slice import GradientSlice, change
 from .part import Part
 from .strides import flattened, in_storage_order
@@ -31,14 +32,6 @@ _BY_PLACE = {
 
 
 @functools.cache
-def written_by(function: Any) -> tuple[str, ...]:
-    """Returns the names of the arguments that a function writes to."""
-    return tuple(
-        each.name for each in function._schema.arguments if each.alias_info is not None and each.alias_info.is_write
-    )
-
-
-@functools.cache
 def _is_by_element(function: Any) -> bool:
     """True if each element of the result depends on no other element; torch marks not all in-place forms so."""
     name = function._schema.name.removeprefix("aten::")
@@ -49,8 +42,7 @@ def _is_by_element(function: Any) -> bool:
 
 def edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Makes an edit of one gradient. Returns the part; NotImplemented if it needs elements that this rank lacks."""
-    named = dict(zip((each.name for each in function._schema.arguments), arguments, strict=False)) | keywords
-    names = written_by(function)
+    named, names = by_name(function, arguments, keywords), written_by(function)
     if function._schema.name.startswith("aten::_foreach_"):
         return _edit_each(function, named)
     part = named[names[0]]

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import StateError
-from .fetched_view import makes_views
+from .fetched_view import Guarded, by_name, makes_views, written_by
 from .part import Part
 
 _aten = torch.ops.aten
@@ -75,7 +75,7 @@ class _Step(NamedTuple):
         return found if self.number is None else found[self.number]  # type: ignore[no-any-return]
 
 
-class HeldTensor(torch.Tensor):
+class HeldTensor(Guarded, torch.Tensor):
     """A tensor that shows what a record has now, and whose writes reach the record."""
 
     _source: Source
@@ -192,23 +192,14 @@ class HeldTensor(torch.Tensor):
         except StateError:
             return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, ended)"
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        if values is not self:
-            self._take(values)
-
     def set_(self, source: Any = None, *arguments: Any) -> Self:
         """Takes the values of a tensor of this shape and dtype; it does not show that tensor's memory from then on."""
         if arguments or not isinstance(source, torch.Tensor):
             _refuse("set_() of a storage, or of nothing")
-        self._take(source)
+        self._take(source, "set_()")
         return self
 
-    def _take(self, values: torch.Tensor) -> None:
+    def _take(self, values: torch.Tensor, call: str) -> None:
         if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
             _refuse(
                 f"a tensor of shape {tuple(values.shape)}, {values.dtype} on {values.device} in place of its own, of "
@@ -217,17 +208,9 @@ class HeldTensor(torch.Tensor):
         with torch.no_grad():
             self.copy_(values)
 
-    def apply_(self, *arguments: Any) -> Self:
-        self.write("apply_", lambda plain: plain.apply_(*arguments))
-        return self
-
-    def map_(self, other: torch.Tensor, *arguments: Any) -> Self:
-        self.write("map_", lambda plain: plain.map_(_plain(other), *arguments))
-        return self
-
-    def map2_(self, one: torch.Tensor, other: torch.Tensor, *arguments: Any) -> Self:
-        """Calls a function of three numbers for each element, as torch's own does."""
-        self.write("map2_", lambda plain: plain.map2_(_plain(one), _plain(other), *arguments))
+    def _call_for_each(self, name: str, arguments: tuple[Any, ...]) -> Self:
+        its = mapped(arguments, HeldTensor, HeldTensor.plain)
+        self.write(name, lambda plain: getattr(plain, name)(*its))
         return self
 
     # -- everything else ---------------------------------------------------------------------------------------------
@@ -284,15 +267,15 @@ def write_to(
     Args:
         noted: the arguments as other ranks have them; None: these.
     """
-    schema = function._schema.arguments
-    named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
+    named, names = by_name(function, arguments, keywords), written_by(function)
     written: list[HeldTensor] = []
-    mapped([named.get(name) for name in written_by(function)], HeldTensor, written.append)
+    mapped([named.get(name) for name in names], HeldTensor, written.append)
     if torch.Tag.inplace_view in function.tags and written:
         _refuse(function)
     if not all(each._source.is_whole for each in written):
         leaves = tree_leaves((arguments, keywords))
-        check_by_element(function, written, leaves, all(each.is_out for each in schema if _is_written(each)))
+        is_out = all(each.is_out for each in function._schema.arguments if each.name in names)
+        check_by_element(function, written, leaves, is_out)
     wholes: dict[int, torch.Tensor] = {}
     for each in written:
         if id(each._source) not in wholes:
@@ -329,16 +312,6 @@ def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {name: mapped(each, kind, change) for name, each in value.items()}
     return value
-
-
-@functools.cache
-def written_by(function: Any) -> tuple[str, ...]:
-    """Returns the names of the arguments that a function writes to."""
-    return tuple(each.name for each in function._schema.arguments if _is_written(each))
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 # Functions, besides those that torch marks so, of which each written element depends on no other one of the tensor.
@@ -381,10 +354,6 @@ def _refuse_slice(why: str) -> NoReturn:
         "read it whole first (held.full_tensor() on every rank), or write by elements: this rank has a slice of this "
         f"tensor, and {why}, so the result would be that of a part. Nothing was written."
     )
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.plain() if isinstance(tensor, HeldTensor) else tensor
 
 
 def _refuse(call: object) -> NoReturn:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from .expressions import expression, is_cut_alike, scattered
-from .fetched_view import makes_views
-from .held import HeldTensor, Source, mapped, view_of, write_to, written_by
+from .fetched_view import by_name, makes_views, written_by
+from .held import HeldTensor, Source, mapped, view_of, write_to
 from .part import Part
 
 if TYPE_CHECKING:
@@ -106,26 +106,16 @@ class HeldPart(Part):
     def __setitem__(self, index: Any, value: Any) -> None:
         torch.Tensor.__setitem__(self, index, value)
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        if values is not self:
-            self._whole_view().data = values
+    def _take(self, values: torch.Tensor, call: str) -> None:
+        self._whole_view()._take(values, call)
 
     def set_(self, *arguments: Any) -> Self:
         """Takes the values of a tensor of this shape and dtype; it does not show that tensor's memory from then on."""
         self._whole_view().set_(*arguments)
         return self
 
-    def apply_(self, *arguments: Any) -> Self:
-        self._whole_view().apply_(*arguments)
-        return self
-
-    def map_(self, *arguments: Any) -> Self:
-        self._whole_view().map_(*arguments)
+    def _call_for_each(self, name: str, arguments: tuple[Any, ...]) -> Self:
+        self._whole_view()._call_for_each(name, arguments)
         return self
 
     def _whole_view(self) -> HeldTensor:
@@ -142,8 +132,7 @@ class HeldPart(Part):
             return alias
         if makes_views(function) and isinstance(arguments[0], HeldPart):
             return view_of(arguments[0], arguments[0]._source, (), function, arguments[1:], keywords)
-        schema = function._schema.arguments
-        named = dict(zip((each.name for each in schema), arguments, strict=False)) | keywords
+        named = by_name(function, arguments, keywords)
         written: list[HeldPart] = []
         mapped([named.get(name) for name in written_by(function)], HeldPart, written.append)
         if written:

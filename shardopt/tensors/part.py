@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import StateError
-from .fetched_view import as_views, writes_to
+from .fetched_view import Guarded, as_views, writes_to
 
 if TYPE_CHECKING:
     from .whole_memory import WholeMemory
@@ -37,7 +37,7 @@ _ELEMENTWISE = {
 _WHOLES: "weakref.WeakValueDictionary[Callable[[], torch.Tensor], WholeMemory]" = weakref.WeakValueDictionary()
 
 
-class Part(torch.Tensor):
+class Part(Guarded, torch.Tensor):
     """A rank's slice of one state of one param.
 
     Attributes:
@@ -172,15 +172,8 @@ class Part(torch.Tensor):
 
     # Methods that use the address of a tensor's memory without a check that there is any: they would crash.
 
-    def apply_(self, *arguments: Any) -> Self:
-        raise self._refused("apply_()")
-
-    def map_(self, *arguments: Any) -> Self:
-        raise self._refused("map_()")
-
-    def map2_(self, *arguments: Any) -> Self:
-        """Refused, as :meth:`map_` is."""
-        raise self._refused("map2_()")
+    def _call_for_each(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        raise self._refused(f"{name}()")
 
     def const_data_ptr(self) -> int:
         raise self._refused("const_data_ptr()")
@@ -188,17 +181,8 @@ class Part(torch.Tensor):
     def __dlpack__(self, *arguments: Any, **keywords: Any) -> Any:
         raise self._refused("__dlpack__()")
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The part without its history, as ``detach()`` returns it; assigning to it is refused."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        # torch would only make this tensor show other memory: the shard, and the step, would never see the values.
-        # Module.to() and cpu() assign the tensor itself where they move nothing. Test: a Lightning trainer's end.
-        if values is not self:
-            raise self._refused_write("a write to .data")
+    def _take(self, values: torch.Tensor, call: str) -> None:
+        raise self._refused_write(call)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch would write to what an index returns: a copy of the whole, so that the values would be dropped. A
