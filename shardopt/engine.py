@@ -250,7 +250,7 @@ class Engine(Bindings):
         if call.problem is None:
             self.finish_gathers()  # in a join() this rank may have run no forward since the last step
         # Params whose values are released check every attribute that is read.
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.set_grad_enabled(False), torch._C.DisableTorchFunctionSubclass():
             updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
         self.states.end_step(self.groups)
         self.grad_norm = norm

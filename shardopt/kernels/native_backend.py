@@ -102,20 +102,19 @@ def block_sums(
 ) -> BlockSums:
     """Sums up blocks [first, last) of the table, by default all."""
     kernel, last = compile_block_sums(grad), gradients.num_blocks if last is None else last
-    columns = [np.zeros(last - first, kind) for kind in (np.int64, np.int32, np.int32, np.int32)]
+    sums = zero_sums(last - first)
     tables = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr())
     numbers = (np.float32(factors.divisor), np.float32(factors.unscale))
-    pointers = [column.ctypes.data - first * column.itemsize for column in columns]
+    pointers = [column.data_ptr() - first * column.itemsize for column in sums]
     run_over_blocks(lambda start, stop: kernel(first + start, first + stop, *tables, *numbers, *pointers), last - first)
-    return BlockSums(*map(torch.from_numpy, columns))
+    return sums
 
 
 def add_blocks(sums: BlockSums, row_of_block: torch.Tensor, totals: torch.Tensor, first: int = 0) -> None:
     """Adds the sums of blocks, from block ``first`` of the table on, to the rows that they belong to."""
-    columns = (sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
-    rows = row_of_block.data_ptr() + first * row_of_block.element_size()
+    rows = row_of_block.data_ptr() + first * row_of_block.itemsize
     add = compile_add_blocks()
-    add(len(sums.mantissa), rows, *(column.data_ptr() for column in columns), totals.data_ptr())
+    add(sums.mantissa.shape[0], rows, *map(_ADDRESS, sums), totals.data_ptr())
 
 
 def add_totals(grad: Format, gradients: Gradients, factors: Factors, totals: torch.Tensor) -> None:

@@ -12,8 +12,7 @@ order. Only the total is rounded, once, to float64.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ _BASE = 2 - 306  # the binary exponent of bit 0 of limb 0
 _LIMB_WEIGHTS = np.ldexp(1.0, LIMB_BITS * np.arange(LIMBS) + _BASE)
 
 
-@dataclass(frozen=True)
-class BlockSums:
+class BlockSums(NamedTuple):
     """The results of one pass over the gradients of a shard, for each of its blocks."""
 
     mantissa: torch.Tensor  # 1D [num_blocks] int64: S, the finite elements' squares

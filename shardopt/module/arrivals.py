@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -33,11 +33,22 @@ from ..units.unit import UnitState
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
+    from ..partition.reducer import Reducer
     from ..units.unit import Unit
 
 
 # In C: of many gradients at once.
 _LAYOUT = attrgetter("layout")
+
+
+class Taker(Protocol):
+    """The backward, which lies above."""
+
+    def reduce_gradient(self, entry: ParamRecord) -> None:
+        """Takes a gradient that is not like the others."""
+
+    def take_all(self, arrivals: Arrivals) -> None:
+        """Takes the gradients of a bucket, the last of which has just come to rest."""
 
 
 class Arrivals:
@@ -49,20 +60,15 @@ class Arrivals:
             bucket has its gradients.
         unit: of stage 3 that the bucket belongs to in this round; gradients that rest come while it is here.
         stream: on which the gradients that rest were made; None on a CPU.
+        reducer: that reduces them, from the first round on.
     """
 
-    def __init__(
-        self,
-        reduce: Callable[[ParamRecord], object],
-        shard: Shard,
-        entries: Sequence[ParamRecord],
-    ):
-        """
-        Args:
-            reduce: takes a gradient that is the last one, or not like the others.
-        """
+    reducer: Reducer
+
+    def __init__(self, taker: Taker, shard: Shard, entries: Sequence[ParamRecord]):
         self.shard, self.entries, self.missing = shard, entries, 0
-        self._reduce, self._is_in_order = reduce, shard.device.type == "cpu"  # which has no streams
+        # Weak: a cycle would outlive the optimizer.
+        self._taker, self._is_in_order = weakref.ref(taker), shard.device.type == "cpu"  # which has no streams
         self.unit: Unit | None = None
         resting = frozenset(shard.bucket.layout.resting)
         self._resting = [entry for entry in entries if entry.outer is entry.param and entry.index in resting]
@@ -81,14 +87,23 @@ class Arrivals:
             for entry in self.entries
         ]
 
-    def begin(self, missing: int) -> None:
+    def begin(self, missing: int, reducer: Reducer) -> None:
         """A round begins, in which the bucket waits for this many gradients."""
         gathered = self.shard.gathered
         self.missing, self.stream, self.unit = missing, None, None if gathered is None else gathered.unit
+        self.reducer = reducer
 
     def arrived(self, param: torch.Tensor) -> None:
-        """Takes note of a gradient that is the last of the bucket, or not like the others."""
-        self._reduce(self._by_param[id(param)])
+        """Hands over a gradient that is not like the others."""
+        taker = self._taker()
+        if taker is not None:
+            taker.reduce_gradient(self._by_param[id(param)])
+
+    def are_here(self) -> None:
+        """Hands over the gradients that rest: the last one has come."""
+        taker = self._taker()
+        if taker is not None:
+            taker.take_all(self)
 
     def rests(self, entry: ParamRecord) -> bool:
         """True if the gradient that has just arrived may stay in ``param.grad`` until the last one."""
@@ -167,8 +182,10 @@ def _counting(arrivals: Arrivals) -> Hook:
     def hook(param: torch.Tensor) -> None:
         me = reference()
         if me is not None:
-            if me.missing > 1 and (me.unit is None or me.unit.state is UnitState.UNSHARDED):
+            if me.missing and (me.unit is None or me.unit.state is UnitState.UNSHARDED):
                 me.missing -= 1
+                if not me.missing:
+                    me.are_here()
             else:
                 me.arrived(param)
 
@@ -182,8 +199,10 @@ def _looking(arrivals: Arrivals) -> Hook:
     def hook(param: torch.Tensor) -> None:
         me = reference()
         if me is not None:
-            if me.missing > 1 and me.may_rest():
+            if me.missing and me.may_rest():
                 me.missing -= 1
+                if not me.missing:
+                    me.are_here()
             else:
                 me.arrived(param)
 

@@ -135,9 +135,7 @@ class Backward(RoundGradients):
             _note_unreduced(entry, is_early=True)
             by_shard.setdefault(entry.shard, []).append(entry)
         for shard, some in by_shard.items():
-            # Held weakly: a cycle would outlive the optimizer.
-            reduce = call_while_alive(type(self).reduce_gradient, self)
-            self._arrivals[shard] = Arrivals(reduce, shard, some)
+            self._arrivals[shard] = Arrivals(self, shard, some)
             self._hooks += self._arrivals[shard].attach()
         self._number(by_shard)
         if self.weights is not None:
@@ -522,6 +520,18 @@ class Backward(RoundGradients):
             raise
 
     @holding("backward()")
+    def take_all(self, arrivals: Arrivals) -> None:
+        """Takes the gradients of a bucket, the last of which has just come to rest; a round is open."""
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._hand_over(arrivals)
+        except BaseException as error:
+            lead = self.lead
+            if lead.is_open:
+                lead.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    @holding("backward()")
     def finish(self) -> None:
         """Collective: ends the round, and before it those of the followers."""
         if not self.is_open:  # abandoned since autograd was asked for this call
@@ -529,7 +539,7 @@ class Backward(RoundGradients):
         try:
             # Params may be resharded by now; without this, reading any of their attributes would run the guard's
             # checks.
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with torch.set_grad_enabled(False), torch._C.DisableTorchFunctionSubclass():
                 if self._domain.sharded is not None:  # first: another rank may need a unit for what is reduced next
                     self._domain.gatherer.join_remaining()
                 self._finish_followers()

@@ -435,7 +435,8 @@ class Forward:
             check_not_alone(self._domains[0], "a backward")
         if self._running:
             self._end_interrupted()
-        if self._gatherer.direction is not Direction.BACKWARD and not self._running:
+        now = self._gatherer.now
+        if (now is None or now.direction is not Direction.BACKWARD) and not self._running:
             self._begin_pass(Direction.BACKWARD)
 
     def begin_graph(self, called: str) -> None:

@@ -140,7 +140,7 @@ class Report:
     @property
     def told(self) -> list[int]:
         """The ranks that failed, or told a weight: none, in most rounds."""
-        ranks: list[int] = np.flatnonzero(self._head[: self._layout.ranks]).tolist()
+        ranks: list[int] = self._head[: self._layout.ranks].nonzero()[0].tolist()
         return ranks
 
     @property

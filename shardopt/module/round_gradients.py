@@ -163,10 +163,10 @@ class RoundGradients:
                     last_used(read)  # the stream of the first hook is not the one that allocated it
         if self._domain.edits:
             self._domain.edits.forget(fresh)
-        self._reducer.start_round(held, absent, self._stage)
-        num_awaited = self._reducer.num_awaited
+        reducer = self._reducer
+        awaited = reducer.start_round(held, absent, self._stage)
         for arrivals in self._arrivals.values():
-            arrivals.begin(num_awaited(arrivals.shard.number))
+            arrivals.begin(awaited[arrivals.shard.number], reducer)
         self._late_buckets = frozenset()
 
     def _is_reduced(self, entry: ParamRecord) -> bool:
@@ -175,13 +175,14 @@ class RoundGradients:
 
     def _hand_over(self, arrivals: Arrivals) -> None:
         """Delivers the gradients of a bucket that rest, and counts those that are still missing."""
-        grads, number, reducer = arrivals.take(), arrivals.shard.number, self._reducer
-        if grads is None:
-            for entry in arrivals.entries:
-                if entry.outer.grad is not None and (shown_slice(entry) is None or _is_pending(entry)):
-                    call_on(arrivals.stream, self._deliver, entry)
-        elif grads:
-            call_on(arrivals.stream, reducer.deliver, number, grads, arrivals.shard.all_strides)
+        grads, number, reducer = arrivals.take(), arrivals.shard.number, arrivals.reducer
+        if grads:
+            its, stream = (number, grads, arrivals.shard.all_strides), arrivals.stream
+            arrivals.missing = reducer.deliver(*its) if stream is None else call_on(stream, reducer.deliver, *its)
+            return
+        for entry in arrivals.entries if grads is None else ():
+            if entry.outer.grad is not None and (shown_slice(entry) is None or _is_pending(entry)):
+                call_on(arrivals.stream, self._deliver, entry)
         arrivals.missing = reducer.num_awaited(number)
 
     def _check_here(self, entry: ParamRecord) -> None:
@@ -229,10 +230,12 @@ class RoundGradients:
                 raise
             self._sum_error = error  # the other ranks have their sums, and wait for this rank's report
         present, late = np.zeros(len(self.entries), dtype=bool), np.zeros(len(self.entries), dtype=bool)
+        arrived = reducer.arrived
         for shard, numbers in self._numbers.items():
-            present[numbers] = reducer.arrived(shard.number)
-            if reducer.has_late(shard.number):
-                late[numbers] = reducer.late(shard.number)
+            indices, late_ones = arrived[shard.number]
+            present[numbers[list(indices)]] = True
+            if late_ones:
+                late[numbers[list(late_ones)]] = True
         return GradientFlags(present, held, late)
 
     def _deliver_rest(self) -> np.ndarray[Any, Any]:
@@ -335,7 +338,7 @@ class RoundGradients:
         if self.weights is not None and self.weights.is_on:  # what was measured are sums
             divisor = self.weights.divisor
             two, largest = two / divisor, largest / divisor
-        shown = np.flatnonzero(report.present | report.held)
+        shown = (report.present | report.held).nonzero()[0]
         measured = np.zeros(len(self.entries), dtype=bool)
         for shard, numbers in self._numbers.items():
             reduces_all = self._stage is None

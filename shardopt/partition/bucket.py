@@ -112,9 +112,7 @@ class Bucket:
 
     def guard(self) -> None:
         """Guards params: a read of one is an error."""
-        for each in self._shown:
-            each.hide()
-        del self._shown[:]
+        Readable.hide_all(self._shown)
 
     def readable(self, indices: tuple[int, ...]) -> Readable:
         """Returns these params as some that code may read together."""

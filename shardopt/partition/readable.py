@@ -41,11 +41,14 @@ class Readable:
             for outer, own in self._plain:
                 outer.__class__ = own
 
-    def hide(self) -> None:
-        """Guards the params: a read of one is an error. The caller forgets that they are shown."""
-        self._is_shown = False
-        for outer, guard in self._guarded:
-            outer.__class__ = guard
+    @staticmethod
+    def hide_all(shown: list[Readable]) -> None:
+        """Guards all params that are shown: a read of one is an error."""
+        for each in shown:
+            each._is_shown = False
+            for outer, guard in each._guarded:
+                outer.__class__ = guard
+        del shown[:]
 
     def versions(self) -> list[int]:
         """Returns the version counters of the params. The bucket must be allocated."""

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ..profiler import labelled
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from .comm.transport import Transport
     from .gradient_buckets import GradientBucket
     from .mesh import Mesh
-
-Flags = np.ndarray[Any, Any]
 
 # Reductions that may be under way at once. Without a limit a rank that is ahead would allocate a buffer for every
 # bucket. The limit lets ranks drift apart by some buckets, and is small compared with a model. Two buckets in any case:
@@ -111,6 +108,7 @@ class Reducer:
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
+        self._adds = False  # this round adds to sums of earlier rounds
         self._left: RankLeft | None = None  # another rank left this round, which ends with this error
         self._sums = StreamUses(torch.device("cpu"))  # by the stream that opened the round
         self._started = self._started_across = 0
@@ -168,15 +166,15 @@ class Reducer:
 
     def start_round(
         self, held: Sequence[AbstractSet[int]], absent: Sequence[AbstractSet[int]], pipeline_stage: int | None = None
-    ) -> None:
-        """Starts a round, and forgets an unfinished one.
+    ) -> list[int]:
+        """Starts a round, and forgets an unfinished one. Returns how many gradients each bucket waits for.
 
         Args:
             held: by bucket, the params whose sum of earlier rounds this round adds to.
             absent: by bucket, params that get no gradient any more: they were frozen.
             pipeline_stage: whose buckets are reduced; None: all. The same on all ranks.
         """
-        self._pipeline_stage = pipeline_stage
+        self._pipeline_stage, self._adds = pipeline_stage, any(held)
         self._round_order = list(self._order)
         self._filling = [
             _Filling(sums, seen - frozen) for sums, seen, frozen in zip(held, self._seen, absent, strict=True)
@@ -197,23 +195,41 @@ class Reducer:
         if self.buckets:
             self._sums = StreamUses(self.buckets[0].device)
             self._sums.mark()  # this stream may have scaled them, and waited for an abandoned round
-        self._prefetch_next()
+        if self._adds:
+            self._prefetch_next()
+        return [0 if each.started else len(each.awaited) for each in self._filling]
 
-    def deliver(self, number: int, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> None:
-        """Copies local gradients of params into bucket ``number``.
+    def deliver(self, number: int, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> int:
+        """Copies local gradients of params into bucket ``number``. Returns how many it still waits for in this round.
 
         Args:
             grads: by index in the bucket; of the params' shapes, any float dtype.
             strides: of each of the bucket's params; the buffer has their storage order.
         """
+        if torch.is_grad_enabled():  # hardly ever in a backward
+            with torch.no_grad():
+                return self.deliver(number, grads, strides)
+        filling = self._filling[number]
+        if self._left is not None:
+            return self.num_awaited(number)
+        if filling.started or not filling.arrived.isdisjoint(grads):
+            # A backward inside another one (reentrant checkpointing) has delivered a gradient of this param before.
+            for index, grad in grads.items():
+                sooner = filling.late.get(index)
+                filling.late[index] = grad.detach() if sooner is None else sooner + grad
+            filling.strides = strides
+            return self.num_awaited(number)
         try:
-            if torch.is_grad_enabled():  # hardly ever in a backward
-                with torch.no_grad():
-                    self._deliver(number, grads, strides)
-            else:
-                self._deliver(number, grads, strides)
+            self._fill(number, filling, grads, strides)
+            if not filling.arrived >= filling.awaited:
+                return self.num_awaited(number)
+            # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
+            if number not in self._completed:
+                self._completed.append(number)
+            self._start_completed()
         except RankLeft as error:
             self._note_left(error)
+        return 0
 
     def num_awaited(self, number: int) -> int:
         """How many gradients bucket ``number`` waits for in this round."""
@@ -230,18 +246,14 @@ class Reducer:
         """
         self._left = self._left or error
 
-    def _deliver(self, number: int, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> None:
-        if self._left is not None:
-            return
-        filling, bucket = self._filling[number], self.buckets[number]
-        if filling.started or not filling.arrived.isdisjoint(grads):
-            # A backward inside another one (reentrant checkpointing) has delivered a gradient of this param before.
-            for index, grad in grads.items():
-                sooner = filling.late.get(index)
-                filling.late[index] = grad.detach() if sooner is None else sooner + grad
-            filling.strides = strides
-            return
-        share = self._shares[number]
+    def _fill(
+        self,
+        number: int,
+        filling: _Filling,
+        grads: Mapping[int, torch.Tensor],
+        strides: Sequence[tuple[int, ...]],
+    ) -> None:
+        bucket, share = self.buckets[number], self._shares[number]
         if bucket.num_params == 1 and share == 1.0 and bucket.is_filled_by(grads, strides):
             filling.buffer = ReductionBuffer(flattened(grads[0].detach()), is_pooled=False)
             filling.buffer.mark()
@@ -250,11 +262,6 @@ class Reducer:
                 filling.buffer = self._acquire_buffer(bucket)
             filling.buffer.fill(bucket, grads, strides, share)
         filling.arrived |= set(grads)
-        if filling.arrived >= filling.awaited:
-            # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
-            if number not in self._completed:
-                self._completed.append(number)
-            self._start_completed()
 
     def pass_over(self, number: int, index: int) -> bool:
         """Awaits no gradient of param ``index`` in this round: this rank's backward is past its module.
@@ -272,25 +279,18 @@ class Reducer:
         return True
 
     def _acquire_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
-        found = self._pooled_buffer(bucket)
-        if found is None:
-            self._drain(BUCKETS_UNDER_WAY - 1)
-            found = self._pooled_buffer(bucket)
-        if found is not None:
-            return found
+        pool = self._pool[bucket.dtype]
+        for may_drain in (True, False):
+            for index, buffer in enumerate(pool):
+                if buffer.numel >= bucket.buffer_numel:
+                    return pool.pop(index)
+            if may_drain:
+                self._drain(BUCKETS_UNDER_WAY - 1)
         # A bucket of one param seldom needs a buffer: its gradient is the buffer.
         sizes = [each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype and each.num_params > 1]
         largest = max([bucket.buffer_numel, *sizes])
         # Padding is never read, so it may hold anything.
         return ReductionBuffer(zeros(largest, bucket.dtype, bucket.device), is_pooled=True)
-
-    def _pooled_buffer(self, bucket: GradientBucket) -> ReductionBuffer | None:
-        """Takes a buffer that is large enough from the pool, if it has one."""
-        pool = self._pool[bucket.dtype]
-        for index, buffer in enumerate(pool):
-            if buffer.numel >= bucket.buffer_numel:
-                return pool.pop(index)
-        return None
 
     def _start_reduction(self, number: int, buffer: ReductionBuffer, add: bool, arrived: AbstractSet[int]) -> None:
         """Starts a reduction. The current stream has joined the buffer."""
@@ -364,7 +364,8 @@ class Reducer:
         self._start_reduction(number, buffer, bool(filling.held), filling.arrived)
         filling.buffer, filling.started = None, True
         self._started += 1
-        self._prefetch_next()
+        if self._adds:
+            self._prefetch_next()
 
     def _prefetch_next(self) -> None:
         """Begins to load the sum that the next bucket adds to, while that bucket is filled."""
@@ -407,18 +408,10 @@ class Reducer:
                 seen.clear()
             seen |= filling.arrived | filling.passed_over | set(filling.late)
 
-    def arrived(self, number: int) -> Flags | bool:
-        """1D [params] bool: True if this rank had a gradient of the bucket's param in this round; True: of all."""
-        filling = self._filling[number]
-        return _flags(filling.arrived | set(filling.late), self.buckets[number].num_params)
-
-    def late(self, number: int) -> Flags | bool:
-        """Like ``arrived``, of those that arrived after the bucket was reduced."""
-        return _flags(self._filling[number].late, self.buckets[number].num_params)
-
-    def has_late(self, number: int) -> bool:
-        """True if this rank has a gradient that arrived after the bucket was reduced."""
-        return bool(self._filling[number].late)
+    @property
+    def arrived(self) -> list[tuple[AbstractSet[int], AbstractSet[int]]]:
+        """By bucket: the params of which this rank had a gradient in this round, and those whose gradient was late."""
+        return [(each.arrived.union(each.late) if each.late else each.arrived, {*each.late}) for each in self._filling]
 
     def finish_late(self, numbers: Sequence[int]) -> None:
         """Reduces these buckets once more, for gradients that arrived late on any rank.
@@ -518,11 +511,3 @@ class Reducer:
         """Joins the attempt of the other ranks, after an error that this rank may not have seen."""
         for mechanism in self._mechanisms:
             mechanism.catch_up(self.rounds)
-
-
-def _flags(indices: Collection[int], num_params: int) -> Flags | bool:
-    if len(indices) == num_params:
-        return True
-    flags = np.zeros(num_params, dtype=bool)
-    flags[list(indices)] = True
-    return flags

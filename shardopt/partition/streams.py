@@ -21,9 +21,11 @@ ready to be added to. That use is marked too, and each reduction joins it before
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -32,13 +34,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
 
 
-def call_on(stream: torch.cuda.Stream | None, call: Callable[..., object], *arguments: object) -> None:
+def call_on(stream: torch.cuda.Stream | None, call: Callable[..., _T], *arguments: object) -> _T:
     """Makes a call on a stream of this thread's device; None: on the current one."""
     if stream is None:
-        call(*arguments)
-    else:
-        with torch.cuda.stream(stream):
-            call(*arguments)
+        return call(*arguments)
+    with torch.cuda.stream(stream):
+        return call(*arguments)
 
 
 class StreamUses:

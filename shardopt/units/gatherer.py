@@ -79,7 +79,7 @@ class Gatherer:
         self._held: frozenset[Unit] = frozenset()  # the units that were gathered when it began
         self.unsharded_contexts = 0  # contexts that are open in which all units are gathered
         self._gathered: dict[Unit, None] = {}  # the least recently used first
-        self._pass: ModelPass | None = None
+        self.now: ModelPass | None = None  # the pass that runs
         self._freed: list[Memory] = []  # by this use; the next gather takes their pages
 
     def connect(self, transport: Transport, holds_parts: bool = False) -> None:
@@ -116,7 +116,7 @@ class Gatherer:
         call ``done``.
         """
         self._advance_to(unit)
-        now = self._pass
+        now = self.now
         evaluates = now is not None and now.direction is Direction.EVALUATION
         self._gather_now(unit, now is not None and now.is_traced, evaluates)
         if self._freed:
@@ -169,7 +169,7 @@ class Gatherer:
         if reshard:
             self._reshard(unit)
             return
-        now = self._pass
+        now = self.now
         if now is None or not now.order or now.order[-1] != unit.name:
             # A use that ends after those of other units counts again: the schedule holds the unit.
             self._advance_to(unit)
@@ -304,7 +304,7 @@ class Gatherer:
                 ) from error
             raise
         unit.gathering, unit.state = None, UnitState.UNSHARDED
-        if self._pass is not None and self._pass.is_watched:
+        if self.now is not None and self.now.is_watched:
             self._strays.watch(unit)
 
     def _pages_for(self, memory: Memory) -> Memory:
@@ -340,7 +340,8 @@ class Gatherer:
         """Reshards the units that are not in use, but for those of these names."""
         stays = frozenset(names)
         for unit in tuple(self._gathered):
-            if unit.name not in stays and unit.may_go:
+            # As ``may_go``, which is asked of each unit at each use.
+            if unit.name not in stays and not (unit.users or unit.stays_shown or unit.is_pinned):
                 self._reshard(unit, keeps_pages)
 
     def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:
@@ -367,22 +368,22 @@ class Gatherer:
             self.orders.begin_forward()
         if self.unsharded_contexts or self.is_alone or direction is Direction.EVALUATION:
             is_watched = not (self.unsharded_contexts or self.is_alone)
-            self._pass = ModelPass(direction, is_traced=False, is_watched=is_watched)
+            self.now = ModelPass(direction, is_traced=False, is_watched=is_watched)
             return
         if self.waits_for_others:
             self.orders.guess()
         schedule, is_forward = self.orders.schedule_of(called), direction is Direction.FORWARD
         uses = schedule.forward if is_forward else schedule.backward
-        self._pass = ModelPass(direction, uses, called, is_watched=is_forward and self._strays.in_training)
+        self.now = ModelPass(direction, uses, called, is_watched=is_forward and self._strays.in_training)
 
     @property
     def direction(self) -> Direction | None:
         """The kind of the pass that runs now; None between passes."""
-        return None if self._pass is None else self._pass.direction
+        return None if self.now is None else self.now.direction
 
     def _advance_to(self, unit: Unit) -> None:
         """Goes on to the next use: reshards, joins gathers and starts others as the schedule says."""
-        now = self._pass
+        now = self.now
         if now is not None and now.order and now.order[-1] == unit.name:
             return  # the same use goes on
         at = None
@@ -429,29 +430,33 @@ class Gatherer:
     def join_remaining(self) -> None:
         """Issues the gathers of this backward that other ranks may still need: this rank uses no more units."""
         if self.waits_for_others:
-            if self._pass is None:  # it used none at all
+            if self.now is None:  # it used none at all
                 self.begin_pass(Direction.BACKWARD)
-            assert self._pass is not None
-            self._join(self._pass, len(self._pass.uses))
+            assert self.now is not None
+            self._join(self.now, len(self.now.uses))
 
     @property
     def owes_gathers(self) -> bool:
         """True if other ranks wait in this backward for gathers that this rank has not issued."""
-        now = self._pass
+        now = self.now
         is_done = now is not None and now.direction is Direction.BACKWARD and now.at == len(now.uses)
         return self.waits_for_others and not is_done
 
     @property
     def past(self) -> Sequence[str]:
         """The names of the units that this rank uses no more in this backward, or omitted."""
-        now = self._pass
+        now = self.now
         return now.past if now is not None and now.direction is Direction.BACKWARD else ()
 
     def _run(self, now: ModelPass, use: Use) -> None:
         """Issues the gathers of a use, and reshards what it does not list."""
         self._reshard_all_but((*use.here, *now.joined), keeps_pages=True)
         for name in (use.unit, *use.ahead):
-            self._unshard(self.units[name], now.is_traced)
+            unit = self.units[name]
+            if unit.state is UnitState.SHARDED or self._outlives_backward or unit.is_coded:
+                self._unshard(unit, now.is_traced)
+            else:
+                self._gathered[unit] = self._gathered.pop(unit)  # now the most recently used
 
     def keeps_until_step(self, unit: Unit) -> bool:
         """True if a unit, once it is gathered, stays until the step."""
@@ -480,7 +485,7 @@ class Gatherer:
         Args:
             completed: False after an error: this rank joins no more gathers.
         """
-        now, self._pass = self._pass, None
+        now, self.now = self.now, None
         if now is None:
             return
         if self.is_alone:
@@ -534,13 +539,13 @@ class Gatherer:
                 if unit not in self._held:
                     unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
                     self._reshard(unit)
-            self._pass, self._alone, self.is_alone, self._held = None, None, False, frozenset()
+            self.now, self._alone, self.is_alone, self._held = None, None, False, frozenset()
 
     # -- writes of slices ------------------------------------------------------------------------------------------
 
     def drop_all(self) -> None:
         """Reshards all units: their slices are about to change, or the pass was abandoned."""
-        self._pass = None
+        self.now = None
         self._strays.forget_all()
         self.writes.count.update(self.writes.transports)
         self.orders.forget()

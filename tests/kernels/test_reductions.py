@@ -1,6 +1,5 @@
 """Sums of squares, largest magnitudes, non-finite counts: the same bits from both kernels, in any order, never over."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -347,7 +346,7 @@ def test_many_rows() -> None:
     sums = made_up(mantissas.tolist(), exponents.tolist())
     largest = torch.randint(0, 0x7F800000, (5000,), generator=generator).int()
     nonfinite = torch.randint(0, BLOCK + 1, (5000,), generator=generator).int()
-    sums = dataclasses.replace(sums, largest=largest, nonfinite=nonfinite)
+    sums = sums._replace(largest=largest, nonfinite=nonfinite)
     native, of_triton = (add(sums, rows.tolist(), 3000) for add in ADDED.values())
     assert torch.equal(native, of_triton)
     for row in range(0, 3000, 7):

@@ -93,16 +93,16 @@ def test_calls_of_a_param() -> None:
     assert found["backward"] <= 1.1, found  # the hook
     assert found["clip"] <= 0, found
     assert found["step"] <= 0.1, found  # the plan is replayed
-    assert found["fixed"] <= 1270, found  # torch's own forward, backward and clipping are 162 of them
+    assert found["fixed"] <= 1200, found  # torch's own forward, backward and clipping are 162 of them
 
 
 def test_calls_of_a_sharded_param() -> None:
     """A block of a Llama is a unit of nine params with a bucket of its own."""
     found = of_a_param(LlamaBlock, stage=3)
-    assert found["forward"] <= 10.2, found
-    assert found["backward"] <= 12.5, found  # one of them is the hook of the param, all others are of the unit
+    assert found["forward"] <= 9.9, found
+    assert found["backward"] <= 10.1, found  # one of them is the hook of the param, all others are of the unit
     assert found["clip"] <= 4, found  # torch reads the gradient of each param four times
-    assert found["step"] <= 5.1, found
+    assert found["step"] <= 5, found
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ ANY: dict[str, Call] = {
 UNTOUCHED = {"log", "monitor", "no_sync"}  # they look at nothing before the next step or backward
 
 IN_A_STEP = ("StepPlanner.replay", "agree", "update_chunks", "_launch", "commit")
-IN_BACKWARD = ("Backward.open_round", "Backward.reduce_gradient", "Backward._finish_round")
+IN_BACKWARD = ("Backward.open_round", "Backward.take_all", "Backward._finish_round")
 IN_RELEASED = ("UpdateInBackward._prepare", "UpdateInBackward._use", "UpdateInBackward._finish_round")
 IN_FORWARD = ("Gatherer.use", "Gatherer.done", "Gatherer.end_pass")
 

@@ -213,7 +213,7 @@ def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: floa
         factor: a power of two.
     """
     # If dtypes differ, torch's CPU kernels first widen all elements in memory; a GPU's do it in registers.
-    for part in chunks(target.numel()) if target.device.type == "cpu" else [slice(None)]:
+    for part in chunks(target.shape[0]) if target.device.type == "cpu" else [slice(None)]:
         if add:
             target[part].add_(term[part], alpha=factor)
         else:
