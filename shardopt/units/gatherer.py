@@ -327,8 +327,9 @@ class Gatherer:
             self._wait_for_unshard(unit)
         if unit.state is UnitState.SHARDED:
             return
-        self._strays.look(unit)
-        self._strays.forget(unit)
+        if unit in self._strays.watched:
+            self._strays.look(unit)
+            self._strays.forget(unit)
         unit.state = UnitState.SHARDED
         self._gathered.pop(unit)
         for each in unit.buckets:

@@ -22,31 +22,32 @@ class StrayWrites:
 
     Attributes:
         in_training: also watches forwards that a backward follows.
+        watched: the units that are watched, with what their slices were when they had been gathered.
     """
 
     def __init__(self, in_training: bool):
         self.in_training = in_training
-        self._sums: dict[Unit, list[int | torch.Tensor]] = {}
+        self.watched: dict[Unit, list[int | torch.Tensor]] = {}
         self._lost: list[str] = []  # the names of units whose slices changed
         self._unread: list[tuple[str, torch.Tensor]] = []  # the same of devices: whether a slice of the unit changed
 
     def watch(self, unit: Unit) -> None:
         """Notes the values of a unit that has just been gathered."""
-        self._sums[unit] = _sums_of(unit)
+        self.watched[unit] = _sums_of(unit)
 
     def forget(self, unit: Unit) -> None:
         """Ends the watch of a unit, whose params may be written from now on."""
-        self._sums.pop(unit, None)
+        self.watched.pop(unit, None)
 
     def forget_all(self) -> None:
-        self._sums.clear()
+        self.watched.clear()
 
     def look(self, unit: Unit) -> None:
         """Compares a unit with what was gathered, if it is watched. The host waits for no device."""
-        before = self._sums.get(unit)
+        before = self.watched.get(unit)
         if before is None:
             return
-        self._sums[unit] = now = _sums_of(unit)
+        self.watched[unit] = now = _sums_of(unit)
         for first, second in zip(before, now, strict=True):
             if isinstance(first, torch.Tensor):
                 self._unread.append((unit.display_name, first != second))
@@ -54,7 +55,7 @@ class StrayWrites:
                 self._lost.append(unit.display_name)
 
     def look_at_all(self) -> None:
-        for each in list(self._sums):
+        for each in list(self.watched):
             self.look(each)
 
     def check(self, waits: bool = False) -> None:
