@@ -29,7 +29,7 @@ class Guarded:
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         # Module.to() and cpu() assign the tensor itself where they move nothing. Test: a Lightning trainer's end.
-        if values is not self:
+        if id(values) != id(self):
             self._take(values, "a write to .data")
 
     def apply_(self, *arguments: Any) -> Any:
