@@ -263,9 +263,10 @@ class Peers:
         _PEERS.discard(self)
 
     def linger(self, end: float) -> None:
-        """Waits, once retired, until no other rank reads any more, or until ``end``: at the interpreter's end.
+        """Waits, once retired, until no other rank reads any more: at the interpreter's end.
 
-        If another rank waits for this one in vain, only until no rank reads at the moment.
+        Until ``end``, and as long as a rank reads alone. If another rank waits for this one in vain, only until no rank
+        reads at the moment.
         """
         assert self._leaving is not None
         while self._leaving.is_alive() and (now := time.monotonic()) < max(end, self._slices.read_alone + _QUIET):
@@ -301,14 +302,15 @@ def _connect(address: Any, slices: ServedSlices) -> connection.Connection[Any, A
 
 
 def _linger() -> None:
-    # After an error it does not wait: a launcher that watches this process must notice its end soon.
-    end = time.monotonic() + (0.0 if hasattr(sys, "last_value") else LINGER)
-    several = list(_PEERS)
+    several, has_failed = list(_PEERS), hasattr(sys, "last_value")
     for peers in several:  # all retire first: other ranks may wait for them in another order
         peers.retire()
     for peers in several:
         peers.say_ended()
-    for peers in several:
+    # After an error it does not wait, for a rank that reads alone either: a launcher that watches this process must
+    # notice its end soon, and the reader as well. Test: test_the_script_of_the_others_ends.
+    end = time.monotonic() + LINGER
+    for peers in several if not has_failed else ():
         peers.linger(end)
 
 

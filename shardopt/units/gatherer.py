@@ -296,7 +296,7 @@ class Gatherer:
                 each.messages = each.parts = None
                 if isinstance(error, DisagreementError):
                     each.bucket.drop()
-            if isinstance(error, CommunicationError) and self.waits_for_others:
+            if isinstance(error, CommunicationError) and self.waits_for_others and not self.is_alone:
                 raise CommunicationError(
                     "run as many forwards and backwards on every rank, and what ranks do on their own (generate(), an "
                     "evaluation of other lengths) in `with optimizer.unsharded():`, or what one of them does (`if rank "

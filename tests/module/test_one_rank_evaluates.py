@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,10 +23,13 @@ from torch import Tensor, nn
 from shardopt import CommunicationError, DisagreementError, ShardedAdamW, ShardedOptimizer, StateError
 from shardopt.partition.comm import messages, patience, peer_board
 from shardopt.remote import peers, serve
+from shardopt.remote.apart import Apart
 from shardopt.remote.serve import ServedSlices
 from tests.support.comparing import raw, snapshot
 from tests.support.modules import W, data, small
+from tests.support.moments import Moments
 from tests.support.ranks import Pool
+from tests.support.scripts import Done, Program
 from tests.support.training import raises
 
 DEADLINE = 90.0  # seconds
@@ -277,6 +281,8 @@ def forgets(world: int) -> None:
                     raises(DisagreementError, "unsharded(alone=True)", "gathering first to evaluate"),
                 ):
                     model(torch.ones(3, W))
+                units = opt.engine.domain.gatherer.units.values()
+                assert not any(each.bucket.memory.is_allocated for unit in units for each in unit.buckets)
             call(model, opt)
             if call is next_step:
                 next_step(other, plain)
@@ -290,6 +296,29 @@ def forgets(world: int) -> None:
         dist.barrier()
         opt.close()
         plain.close()
+
+
+def is_not_rash() -> None:
+    """Rank 0 is ahead: rank 1 still waits for rank 2 in a call that rank 0 has made. It is no reason for an error."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    model, opt = made(neighbours=False)
+    train_step(model, opt, 0)
+    asked, inquire = [0], Apart._inquire
+
+    def counted(each: Apart, evaluation: Any) -> None:
+        inquire(each, evaluation)
+        asked[0] += 1
+        if asked[0] == 2:
+            store.set("asked twice", "")
+
+    if rank == 2:
+        store.wait(["asked twice"], timedelta(seconds=DEADLINE))
+    with patch.object(messages, "_FIRST_LOOK", 0.05), patch.object(Apart, "_inquire", counted), torch.no_grad():
+        dist.gather(torch.ones(1), [torch.ones(1) for _ in range(3)] if rank == 1 else None, dst=1)
+        found = raw(model(torch.ones(3, W)))
+        dist.barrier()
+    assert found == whole_loss(model, opt)[0]
+    opt.close()
 
 
 class Late:
@@ -318,6 +347,70 @@ def waits_for_collectives() -> None:
         patience.wait_for_collective(Late(beats=False), timedelta(), dist.group.WORLD)
 
 
+SCRIPT = """
+import atexit, os, sys, time
+import torch, torch.distributed as dist
+from shardopt.remote import peers
+from tests.module.test_one_rank_evaluates import made, train_step, whole_loss
+from tests.support.modules import W
+from tests.support.moments import Moments
+
+rank, folder, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+moments = Moments(folder)
+peers.LINGER = 0.0  # so that nothing but the reader keeps a rank at its end
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+KEPT = []
+
+def main():
+    model, opt = made(neighbours=False)
+    if ending == "ends with its model":
+        KEPT.append((model, opt))
+    train_step(model, opt, 0)
+    loss = whole_loss(model, opt)
+    if rank == 0:
+        with opt.unsharded(alone=True), torch.no_grad():
+            moments.say("reads")
+            moments.wait("left")
+            if ending.startswith("ends"):
+                # Nothing tells that a rank which should wait at its end has gone, so it gets the time.
+                time.sleep(1.5)
+            assert (model(torch.ones(3, W)).numpy().tobytes(), ) == loss[:1]
+        print("evaluated")
+        return
+    moments.wait("reads")
+    if ending == "raises":
+        raise RuntimeError("told")
+    if ending == "leaves":
+        os._exit(3)
+    atexit.register(moments.say, "left")  # runs ahead of what the package does at the interpreter's end
+
+main()
+"""
+
+
+def ended(script: Path, folder: Path, ending: str) -> list[Done]:
+    folder.mkdir()
+    reader, other = (Program(str(script), (str(rank), str(folder), ending)) for rank in range(2))
+    if ending.startswith("ends"):
+        return [reader.wait(), other.wait()]
+    done = other.wait()  # before the reader leaves
+    Moments(folder).say("left")
+    return [reader.wait(), done]
+
+
+def test_the_script_of_the_others_ends(tmp_path: Path) -> None:
+    """Without a close(): it serves until the reader leaves, unless it ends by an error or at once."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for ending in ("ends", "ends with its model"):
+        both = ended(script, tmp_path / ending, ending)
+        assert [each.returncode for each in both] == [0, 0] and "evaluated" in both[0].stdout, both
+    for ending, code in (("raises", 1), ("leaves", 3)):
+        both = ended(script, tmp_path / ending, ending)
+        assert [each.returncode for each in both] == [1, code] and "evaluated" not in both[0].stdout, both
+        assert "CommunicationError: look at the output of rank 1" in both[0].stderr, both
+
+
 def test_one_rank_evaluates(ranks: Pool) -> None:
     for number, tuning in enumerate(WAYS):
         ranks.run(evaluates, number % 2, tuning, world=2)
@@ -336,6 +429,7 @@ def test_the_others_end(ranks: Pool) -> None:
 def test_the_context_is_forgotten(ranks: Pool) -> None:
     for world in (2, 3):
         ranks.run(forgets, world, world=world)
+    ranks.run(is_not_rash, world=3)
 
 
 def test_a_reader_is_killed(ranks: Pool) -> None:
