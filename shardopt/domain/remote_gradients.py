@@ -51,6 +51,8 @@ class Reducing(Protocol):
     def turn(self) -> Turn: ...
     @property
     def broken(self) -> str | None: ...
+    @property
+    def steps_agreed(self) -> int: ...
 
 
 _NAME = "gradient"  # of what is asked for, with the index of the param behind it
@@ -72,6 +74,11 @@ class GradientFetch:
     domain: Reducing
     shard: Shard
     index: int
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were taken."""
+        return self.domain.steps_agreed
 
     def __call__(self, moment: tuple[int, int]) -> torch.Tensor:
         remote = self.domain.remote

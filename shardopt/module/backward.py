@@ -159,8 +159,12 @@ class Backward(RoundGradients):
             call_while_alive(Backward._receive, self, entry),
         )
 
-        def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(domain.gather_slices(shard, shard.gradient_sum.total, "gradients"), index).clone()
+        def gather(own: torch.Tensor) -> torch.Tensor:
+            flat = shard.gradient_sum.total
+            if own is not total:  # of a result
+                flat = torch.zeros(shard.numel, dtype=own.dtype, device=shard.device)
+                flat[where.local] = own.to(flat.device)
+            return shard.as_param(domain.gather_slices(shard, flat, "gradients"), index).clone()
 
         others = (gather, GradientFetch(domain, shard, index)) if domain.mesh.shard.size > 1 else (None, None)
         total = shard.gradient_sum.total[where.local]

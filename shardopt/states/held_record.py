@@ -24,6 +24,7 @@ from ..offload.store import ResidentStorage
 from ..tensors.edits import Edits
 from ..tensors.held import HeldTensor
 from ..tensors.held_part import HeldPart
+from ..tensors.part import Part
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ..domain.param_state import ParamState
     from ..domain.shard import Shard
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # what all ranks have whole: a part differs between them
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Table(Protocol):
@@ -120,8 +121,13 @@ class HeldRecord:
         if found is None or found[0].mesh.world.size == 1:
             return
         leaves = tree_leaves(arguments)
-        wholes = [each for each in leaves if type(each) in _PLAIN]
-        words = ", ".join("tensor" if isinstance(each, torch.Tensor) else repr(each) for each in leaves)
+        # What all ranks have whole. A part differs between them, and says what it is.
+        of_parts = [each.fingerprint for each in leaves if isinstance(each, Part) and each.fingerprint is not None]
+        wholes = [each for each in leaves if type(each) in _PLAIN] + of_parts
+        words = ", ".join(
+            each.words if isinstance(each, Part) else "tensor" if isinstance(each, torch.Tensor) else repr(each)
+            for each in leaves
+        )
         domain, entry = found
         name = getattr(function, "__name__", function)
         if domain.state_edits is None:

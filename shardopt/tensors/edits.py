@@ -6,9 +6,11 @@ before anything is made of the slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 _CHUNK = 1 << 22  # elements whose weights are in memory at a time
 
@@ -58,6 +60,36 @@ class Edits:
             for number, edits in self._noted.items()
         }
         return {number: found[number] for number in sorted(found)}
+
+
+def told(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str:
+    """Returns the text of a call: its numbers, of tensors their form, of parts what their values are."""
+
+    def form(value: Any) -> str:
+        words = getattr(value, "words", None)
+        if words is not None:
+            return str(words)
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(form, value))}]"
+        if isinstance(value, torch.device):
+            return value.type  # each rank has a number of its own
+        return "generator" if isinstance(value, torch.Generator) else repr(value)
+
+    given = [*map(form, arguments), *(f"{name}={form(value)}" for name, value in sorted(keywords.items()))]
+    return f"{function}({', '.join(given)})"
+
+
+def told_wholes(*arguments: Any) -> list[torch.Tensor]:
+    """Returns the whole tensors among arguments of a call, and the fingerprints of those that parts were made of."""
+    found: list[torch.Tensor] = []
+    for each in tree_leaves(arguments):
+        if hasattr(each, "words"):
+            found += [] if each.fingerprint is None else [each.fingerprint]
+        elif isinstance(each, torch.Tensor):
+            found.append(each.detach())
+    return found
 
 
 def fingerprint(whole: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,24 @@
 """Expressions of parts by element: the result is a part, of which this rank computes its slice. Nothing is fetched.
 
-``zeros_like(part)``, ``part * 2``, ``part.abs() + other``: each element of the result depends on the same element of
+``zeros_like(part)``, ``part * 2``, ``part.abs() + whole``: each element of the result depends on the same element of
 the arguments, so a rank's slice of it needs the rank's slices alone. The rest is computed when it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from .part import Part, fetch_as
+from .edits import fingerprint, told
+from .held import mapped
+from .later import Later
+from .part import Part, is_cut_alike
 from .strides import flattened, in_storage_order
 
 _aten = torch.ops.aten
@@ -23,22 +28,59 @@ _DRAWN = {_aten.rand_like, _aten.randn_like, _aten.randint_like}
 _NEW = {_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty}
 _COPYING = {_aten.clone, _aten._to_copy}
 _FILLING = {_aten.zero_, _aten.fill_, _aten.copy_}
+_ALIASING = {_aten.detach, _aten.alias}
+_MOST_WORDS = 160  # letters; of longer ones a hash is left
+
+
+class Made:
+    """How the values of a result came about: aliases share it.
+
+    Attributes:
+        later: computes the whole when it is read; None: nothing does.
+        words, fingerprint: as of a :class:`Part`.
+    """
+
+    __slots__ = ("fingerprint", "later", "words")
+
+    def __init__(self, later: Callable[[], Tensor] | None, words: str, fingerprint: Tensor | None = None):
+        self.later, self.words, self.fingerprint = later, words, fingerprint
 
 
 class PartResult(Part):
     """The result of an expression of parts. A write by element changes this rank's slice of it, and no record."""
 
+    _made: Made
+
+    @staticmethod
+    def __new__(cls, local: Tensor, like: Part, made: Made) -> Self:
+        """Makes a part that is cut as ``like``."""
+        gather = like._gather_slices
+        result = Part.__new__(cls, local, like.start, like, gather, gather_slices=gather)
+        result._made = made
+        return result
+
+    @property
+    def _fetch(self) -> Callable[[], Tensor] | None:  # type: ignore[override]
+        return self._made.later
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return self._made.words
+
+    @property
+    def fingerprint(self) -> Tensor | None:  # type: ignore[override]
+        return self._made.fingerprint
+
     @classmethod
     def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if function.overloadpacket in _ALIASING and isinstance(arguments[0], PartResult):
+            return PartResult(arguments[0].local, arguments[0], arguments[0]._made)
         found = expression(function, arguments, keywords)
-        return super()._answer(function, arguments, keywords) if found is None else found
-
-
-class _Later(NamedTuple):
-    """A whole, to be fetched when the result is read."""
-
-    fetch: Callable[[], torch.Tensor]
-    device: torch.device
+        if found is not None:
+            return found
+        if any(isinstance(leaf, Part) and leaf.is_shown for leaf in tree_leaves((arguments, keywords))):
+            return NotImplemented  # what it shows may be written
+        return super()._answer(function, arguments, keywords)
 
 
 def expression(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -48,54 +90,73 @@ def expression(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
     if packet in _NEW and len(parts) == 1:
         return function(torch.empty(0, dtype=parts[0].dtype, device=parts[0].device), *arguments[1:], **keywords)
     writes = any(each.alias_info is not None for each in function._schema.arguments)
-    if writes and (packet not in _FILLING and torch.Tag.pointwise not in function.tags):
-        return None
-    if not writes and torch.Tag.pointwise not in function.tags and packet not in _ALIKE | _DRAWN | _COPYING:
+    is_pointwise = torch.Tag.pointwise in function.tags
+    if not is_pointwise and packet not in (_FILLING if writes else _ALIKE | _DRAWN | _COPYING):
         return None
     keywords = {name: value for name, value in keywords.items() if name != "memory_format"}
+    arguments, keywords = mapped(arguments, Tensor, _plain), mapped(keywords, Tensor, _plain)
     if writes:
-        return _written(function, parts, arguments, keywords)
+        return _written(function, arguments, keywords)
     like = max(parts, key=lambda part: part.dim())
     if packet in _DRAWN:
         whole = function(_empty(like), *arguments[1:], **keywords)
-        return _result(like, _slice(whole, like), None)
+        return PartResult(_slice(whole, like), like, Made(None, str(function)))
     local = _locally(like, arguments, keywords)
     if local is None:
         return None
     own = function(*local[0], **local[1])
-    if not isinstance(own, torch.Tensor) or own.shape != like.local.shape:
+    if not isinstance(own, Tensor) or own.shape != like.elements().shape:
         return None
     if packet in _ALIKE:
-        return _result(like, own, lambda: function(_empty(like, "cpu"), *arguments[1:], **keywords))
-    if any(part._fetch is None for part in parts):
-        return _result(like, own, None)
-    later = tree_map_only(torch.Tensor, _later, (arguments, keywords))
-    return _result(like, own, partial(fetch_as, partial(_whole_of, function, *later), own.dtype, True))
+        # Of the like, its form alone: what is kept for it would be kept for nothing.
+        form = like.size(), like.stride(), like.dtype
+        keywords.pop("device", None)
+        return PartResult(own, like, Made(partial(_alike, function, form, arguments[1:], keywords), packet.__name__))
+    return PartResult(own, like, _made(function, arguments, keywords, own.dtype))
 
 
-def scattered(part: Part) -> torch.Tensor:
+def scattered(part: Part) -> Tensor:
     """Returns this rank's elements of a part in their places, and zeros elsewhere."""
     whole = torch.zeros(part.size().numel(), dtype=part.dtype, device=part.device)
-    whole[part.start : part.start + part.local.numel()] = part.local
+    own = part.elements()
+    whole[part.start : part.start + own.numel()] = own
     return whole.as_strided(part.size(), part.stride())
 
 
-def is_cut_alike(tensor: torch.Tensor, like: Part) -> bool:
-    """True if a tensor is a part of the same elements."""
-    if not isinstance(tensor, Part) or tensor.shape != like.shape or tensor.stride() != like.stride():
-        return False
-    return (tensor.start, tensor.local.numel()) == (like.start, like.local.numel())
+def _made(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], dtype: torch.dtype) -> Made:
+    wholes: dict[int, Tensor] = {}
+    known: list[Tensor] = []
+    for leaf in tree_leaves((arguments, keywords)):
+        if isinstance(leaf, Part):
+            known += [] if leaf.fingerprint is None else [leaf.fingerprint]
+        elif isinstance(leaf, Tensor) and id(leaf) not in wholes:
+            wholes[id(leaf)] = fingerprint(leaf)
+            known.append(wholes[id(leaf)])
+    words = told(function, arguments, keywords)
+    if len(words) > _MOST_WORDS:
+        words = f"{function}(...) {hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}"
+    later = Later.of(function, arguments, keywords, dtype, wholes)
+    return Made(later, words, _folded(known))
 
 
-def _written(function: Any, parts: Sequence[Part], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Part | None:
+def _folded(prints: Sequence[Tensor]) -> Tensor | None:
+    found: Tensor | None = None
+    for each in prints:
+        found = each if found is None else found * 1000003 + each.to(found.device)
+    return found
+
+
+def _written(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Part | None:
     target = arguments[0]
     if not isinstance(target, PartResult) or any(isinstance(value, Part) for value in keywords.values()):
         return None
     local = _locally(target, arguments, keywords)
     if local is None:
         return None
+    made = _made(function, arguments, keywords, target.dtype)  # of the values of before
+    target._whole = None
     function(*local[0], **local[1])
-    target._fetch = None  # a whole would be that of before
+    target._made.later, target._made.words, target._made.fingerprint = made.later, made.words, made.fingerprint
     return target
 
 
@@ -105,47 +166,38 @@ def _locally(like: Part, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     def fits(tensor: Any) -> bool:
         if isinstance(tensor, Part):
             return is_cut_alike(tensor, like)
-        return not isinstance(tensor, torch.Tensor) or tensor.dim() <= like.dim()
+        return not isinstance(tensor, Tensor) or tensor.dim() <= like.dim()
 
     if not all(map(fits, tree_leaves((arguments, keywords)))):
         return None
 
-    def local(tensor: torch.Tensor) -> torch.Tensor:
+    def local(tensor: Tensor) -> Tensor:
         if isinstance(tensor, Part):
-            return tensor.local
+            return tensor.elements()
         return _slice(tensor, like) if tensor.dim() else tensor
 
     try:
-        return tree_map_only(torch.Tensor, local, (arguments, keywords))
+        return mapped(arguments, Tensor, local), mapped(keywords, Tensor, local)
     except RuntimeError:  # it cannot be expanded to the part's shape
         return None
 
 
-def _slice(tensor: torch.Tensor, like: Part) -> torch.Tensor:
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose values stay what they are unless the script writes them."""
+    is_plain = isinstance(tensor, Part) or type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor if is_plain else tensor.detach().clone()
+
+
+def _slice(tensor: Tensor, like: Part) -> Tensor:
     whole = flattened(in_storage_order(tensor.detach().expand(like.size()), like.stride()))
-    return whole[like.start : like.start + like.local.numel()]
+    return whole[like.start : like.start + like.elements().numel()]
 
 
-def _empty(like: torch.Tensor, device: str | torch.device | None = None) -> torch.Tensor:
-    where = like.device if device is None else device
-    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=where)
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
 
 
-def _later(tensor: torch.Tensor) -> Any:
-    if not isinstance(tensor, Part):
-        return tensor
-    assert tensor._fetch is not None
-    return _Later(tensor._fetch, tensor.device)
-
-
-def _whole_of(function: Any, arguments: Any, keywords: Any) -> torch.Tensor:
-    def fetched(value: Any) -> Any:
-        return value.fetch() if isinstance(value, _Later) else value.cpu() if isinstance(value, torch.Tensor) else value
-
-    its = tuple(map(fetched, arguments))
-    return function(*its, **{name: fetched(value) for name, value in keywords.items()})  # type: ignore[no-any-return]
-
-
-def _result(like: Part, own: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> PartResult:
-    gather = like._gather_slices
-    return PartResult(own, like.start, like, gather, own.dtype, fetch, None, gather)
+def _alike(function: Any, form: tuple[Any, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    size, stride, dtype = form
+    like = torch.empty_strided(size, stride, dtype=dtype)
+    return function(like, *arguments, **keywords)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import numpy as np
 import torch
@@ -29,16 +29,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
-from .collectives import call_collective
 from .fetched_view import as_views, is_collective, makes_views, writes_to
 from .gradient_edits import edit, edit_whole
 from .gradient_slice import clamp, divide, multiply, negate, norms_of, zero
-from .part import Mask, Part, refusal
+from .part import Part, refusal
 from .pipelining import is_called_by_pipeline
 from .unsharded_guard import dtype_in_forward
 
 if TYPE_CHECKING:
-    from .gradient_slice import Copied, GradientSlice
+    from .gradient_slice import GradientSlice
+    from .mask import Mask
     from .norm_table import Norms
 
 aten = torch.ops.aten
@@ -62,6 +62,7 @@ class GradientPart(Part):
     # dtype of every param.
     __slots__ = ("_origin", "_param_dtype", "device", "dtype", "gradient_slice", "whole_numel")
     is_sparse = False
+    is_shown = True
     # Part's method would fetch the whole. torch.compile calls it only to distinguish tensors
     # (test_compiled_model_accumulates).
     untyped_storage = Tensor.untyped_storage
@@ -131,6 +132,34 @@ class GradientPart(Part):
     @property
     def start(self) -> int:  # type: ignore[override]
         return self.gradient_slice.start
+
+    def elements(self) -> Tensor:
+        own = self.whole_slice()
+        own.show_mean()
+        return own.total.to(self.device, self.dtype)
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        own = self.gradient_slice
+        return f"gradient {own.number} of round {own.round} after {own.edit_count} changes"
+
+    @property
+    def _fetch(self) -> Callable[[], Tensor] | None:  # type: ignore[override]
+        """Reads the whole mean of now, later too: ranks keep their slices of now while somebody refers to this."""
+        own = self.whole_slice()
+        if own.fetch is None:
+            return None
+        from .later import OfMoment
+
+        form = self.size(), self.stride(), self.dtype
+        return OfMoment(own.fetch, own.moment, own.copied(), *form, own.fetch.steps)
+
+    @property
+    def _gather_slices(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
+        return self.gradient_slice.gather
+
+    def _memory(self, asked: str) -> NoReturn:
+        raise refusal(asked)
 
     def full_tensor(self) -> Tensor:
         """Collective: returns the whole mean. Every rank must make this call, for the same parts in the same order."""
@@ -462,17 +491,20 @@ def _is_inf_or_nan(function: Any, part: GradientPart) -> Any:
 
 
 def _mask(function: Any, part: GradientPart, every: bool, some: bool) -> Mask:
-    gradient_slice = part.gradient_slice
-    mask = Mask(function(gradient_slice.total).to(part.device), gradient_slice.start, part, every, some)
-    if gradient_slice.fetch is not None:
-        mask._fetch = partial(_mask_of_whole, function, part, every, some)
-    return mask
+    from .expressions import Made
+    from .mask import Mask
+
+    own = part.gradient_slice
+    later: Callable[[], Tensor] | None = None
+    if own.fetch is not None:
+        fetch = part._fetch if some and not every else None
+        later = partial(torch.full, part.size(), every) if fetch is None else partial(_of_mean, function, fetch)
+    made = Made(later, f"{function.__name__}({part.words})")
+    return Mask(function(own.total).to(part.device), part, made, every, some)
 
 
-def _mask_of_whole(function: Any, part: GradientPart, every: bool, some: bool) -> Tensor:
-    if every or not some:
-        return torch.full(part.size(), every)
-    return cast(Tensor, function(part.read_whole()))
+def _of_mean(function: Any, fetch: Callable[[], Tensor]) -> Tensor:
+    return cast(Tensor, function(fetch()))
 
 
 def _alias(function: Any, part: GradientPart) -> GradientPart:
@@ -485,31 +517,6 @@ def _view(function: Any, part: GradientPart, size: Any) -> Any:
     return _alias(function, part) if tuple(size) == tuple(part.size()) else NotImplemented
 
 
-def _copy(function: Any, part: GradientPart, *, memory_format: Any = None, **keywords: Any) -> Any:
-    """Returns a copy of the slice as a ``Part``, or a plain tensor where this rank holds the whole gradient."""
-    gradient_slice = part.whole_slice()
-    if gradient_slice.gather is None:
-        return NotImplemented
-    gradient_slice.show_mean()
-    dtype = keywords.get("dtype") or part.dtype
-    fetch = None
-    if gradient_slice.fetch is not None:
-        its = gradient_slice.moment, gradient_slice.copied()
-        fetch = partial(_fetch_copy, gradient_slice.fetch, its, part.shaped, (part.dtype, dtype))
-    own = function(gradient_slice.total.to(part.device), **keywords)
-    return Part(own, gradient_slice.start, part, None, dtype, fetch)
-
-
-def _fetch_copy(
-    fetch: Callable[[tuple[int, int]], Tensor],
-    its: tuple[tuple[int, int], Copied],
-    shaped: Callable[[Tensor], Tensor],
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> Tensor:
-    """Reads the whole of a copy, rounded to the dtype of the part and then to that of the copy."""
-    return shaped(fetch(its[0])).to(dtypes[0]).to(dtypes[1])
-
-
 # -- everything else ---------------------------------------------------------------------------------------------------
 
 
@@ -519,6 +526,8 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     The result has the part's dtype. A view shows the slice's own memory and has its dtype: no write to it is lost.
     """
     if is_collective(function):
+        from .collectives import call_collective
+
         return call_collective(function, arguments, keywords)
     if writes_to(GradientPart, function, arguments, keywords):
         found = NotImplemented if torch._C._current_graph_task_id() >= 0 else edit(function, arguments, keywords)
@@ -526,6 +535,14 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
             raise _unwritable(function)
         return found
     parts = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, Part)]
+    if not any(isinstance(part, GradientPart) and part.gradient_slice.gather is None for part in parts):
+        if function is aten.add.Tensor and len(parts) == 1 and torch._C._current_graph_task_id() >= 0:
+            raise refusal(function)  # a backward that keeps its graph adds a rank's own gradient so
+        from .expressions import expression
+
+        found = expression(function, arguments, keywords)
+        if found is not None:
+            return found
     if not all(_is_readable(part) for part in parts):
         raise refusal(function)
     if not all(isinstance(part, GradientPart) and part.gradient_slice.gather is None for part in parts):
@@ -597,8 +614,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.view.default: _view,
-    aten.clone.default: _copy,
-    aten._to_copy.default: _copy,
 } | {
     getattr(getattr(aten, f"_foreach_{name}"), overload): answer
     for name, (answer, overloads) in _IN_LISTS.items()

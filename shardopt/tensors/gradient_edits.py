@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from .edits import told, told_wholes
 from .fetched_view import by_name, written_by
 from .gradient_slice import GradientSlice, change
-from .part import Part
+from .part import Part, is_cut_alike
 from .strides import flattened, in_storage_order
 
 aten = torch.ops.aten
@@ -59,14 +60,14 @@ def edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
 
 def _edit_slice(function: Any, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     own: GradientSlice = part.whole_slice()
-    wholes = [each.detach() for each in tree_leaves((arguments, keywords)) if _is_whole(each)]
+    wholes = told_wholes(arguments, keywords)
 
     def by(mean: Tensor) -> None:
         def local(tensor: Tensor) -> Tensor:
             if tensor is part or getattr(tensor, "gradient_slice", None) is own:
                 return mean
-            if isinstance(tensor, Part) and _is_cut_alike(tensor, part, own):
-                return tensor.local.to(mean.device, tensor.dtype)
+            if isinstance(tensor, Part) and is_cut_alike(tensor, part):
+                return tensor.elements().to(mean.device)
             whole = tensor.read_whole() if isinstance(tensor, Part) else tensor.detach()
             return slice_of(whole, part, own)
 
@@ -86,7 +87,7 @@ def edit_whole(
 ) -> None:
     """Calls a function that changes single elements with a tensor of the whole's size, of which it keeps the slice."""
     own: GradientSlice = part.whole_slice()
-    wholes = [each.detach() for each in tree_leaves((arguments, keywords)) if _is_whole(each)]
+    wholes = told_wholes(arguments, keywords or {})
     its, named = tree_map_only(Part, lambda each: each.read_whole().to(part.device), (arguments, keywords or {}))
 
     def by(mean: Tensor) -> None:
@@ -114,10 +115,6 @@ def in_dtype(dtype: torch.dtype, by: Callable[[Tensor], object]) -> Callable[[Te
     return change
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, Part)
-
-
 def slice_of(whole: Tensor, part: Any, own: GradientSlice) -> Tensor:
     """Returns what of a tensor, which is expanded to the part's shape, stands where this rank's slice does: 1D."""
     if whole.dim() == 0:
@@ -125,27 +122,6 @@ def slice_of(whole: Tensor, part: Any, own: GradientSlice) -> Tensor:
     expanded = whole.expand(part.size())
     flat = flattened(in_storage_order(expanded, part.stride()))
     return flat[own.start : own.start + own.total.numel()].to(own.total.device)
-
-
-def _is_cut_alike(other: Part, part: Any, own: GradientSlice) -> bool:
-    same = other.size() == part.size() and other.stride() == part.stride()
-    return same and (other.start, other.local.numel()) == (own.start, own.total.numel())
-
-
-def told(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str:
-    """Returns the text of a call: its numbers, and of tensors their form."""
-
-    def form(value: Any) -> str:
-        if isinstance(value, Part):
-            return "part"
-        if isinstance(value, Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(map(form, value))}]"
-        return "generator" if isinstance(value, torch.Generator) else repr(value)
-
-    given = [*map(form, arguments), *(f"{name}={form(value)}" for name, value in sorted(keywords.items()))]
-    return f"{function}({', '.join(given)})"
 
 
 # -- lists -------------------------------------------------------------------------------------------------------------

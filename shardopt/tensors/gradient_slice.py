@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from .norm_table import Array, NormTable
 
 
+class Fetch(Protocol):
+    """Reads the whole mean of a moment."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were taken."""
+
+    def __call__(self, moment: tuple[int, int]) -> Tensor: ...
+
+
 class Copied:
     """Lives as long as a copy of a gradient that can be read."""
 
@@ -30,8 +40,8 @@ class GradientSlice:
             rounds once to this dtype.
         start: index of the slice's first element in the param's storage order.
         receive: takes a full local gradient that autograd adds to the part.
-        gather: collective; returns the whole mean gradient (the param's shape), once every rank has divided its slice.
-            None where this rank holds the whole gradient.
+        gather: collective; returns the whole (the param's shape) of what each rank passes as its slice: of ``total``
+            once every rank has divided it. None where this rank holds the whole gradient.
         table, row: where the norms of the whole gradient stand.
         number: of the gradient among those of its domain, the same on all ranks.
         divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
@@ -46,8 +56,8 @@ class GradientSlice:
         was_early: that was before the param was bound.
         group: the ranks over which this is the mean; None: this rank alone.
         is_spoilt_elsewhere: gradients of other ranks' experts hold an Inf or NaN.
-        fetch: reads the whole mean of a moment, this rank alone, in host memory and the slice's dtype. None where this
-            rank holds the whole, or cannot read.
+        fetch: reads the whole mean of a moment, this rank alone, in host memory and the slice's dtype; counts steps.
+            None where this rank holds the whole, or cannot read.
         round, edit_count: the moment: the round that made this gradient, and the changes in place since.
         is_moving: the mean is not readable for other ranks: a round is open, or an edit under way.
         was_read: this rank has read the whole of this moment, so that others may do so, later than this rank.
@@ -63,7 +73,7 @@ class GradientSlice:
         place: tuple[NormTable, int],
         receive: Callable[[Tensor], None],
         gather: Callable[[Tensor], Tensor] | None = None,
-        fetch: Callable[[tuple[int, int]], Tensor] | None = None,
+        fetch: Fetch | None = None,
     ):
         self.total, self.start, self.receive, self.gather, self.fetch = total, start, receive, gather, fetch
         self.table, self.row = place

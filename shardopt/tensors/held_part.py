@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from .expressions import expression, is_cut_alike, scattered
+from .expressions import expression, scattered
 from .fetched_view import by_name, makes_views, written_by
 from .held import HeldTensor, Source, mapped, view_of, write_to
-from .part import Part
+from .part import Part, is_cut_alike
 
 if TYPE_CHECKING:
     from .whole_memory import WholeMemory
@@ -49,6 +49,7 @@ class SliceSource(Source, Protocol):
 class HeldPart(Part):
     """A part that shows what the record has now, and whose writes reach the record."""
 
+    is_shown = True
     _source: SliceSource
     _root: torch.Tensor | None = None  # as of a held tensor
 

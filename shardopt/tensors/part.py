@@ -43,7 +43,14 @@ class Part(Guarded, torch.Tensor):
     Attributes:
         local: 1D, the elements ``[start, start + local.numel())`` of the whole in storage order; may be empty.
         start: index of the first local element.
+        words: what the values are, equal on ranks that hold slices of one whole.
+        fingerprint: 0-d int64, of the whole tensors that they were made of; None if there were none.
+        is_shown: it shows what lies elsewhere, which a write reaches.
     """
+
+    words: str = "part"
+    fingerprint: torch.Tensor | None = None
+    is_shown = False
 
     start: int
     _local: torch.Tensor
@@ -80,7 +87,9 @@ class Part(Guarded, torch.Tensor):
             is_alone: one rank holds the whole.
         """
         part = cls._wrapper(like, dtype or local.dtype, local.device)
-        part.start, part._local, part._gather, part._fetch, part._write = start, local, gather, fetch, write
+        part.start, part._local, part._gather, part._write = start, local, gather, write
+        if fetch is not None:
+            part._fetch = fetch
         part._gather_slices, part._is_alone = gather_slices, is_alone
         return part
 
@@ -101,6 +110,10 @@ class Part(Guarded, torch.Tensor):
     def local(self) -> torch.Tensor:
         """This rank's slice: 1D, empty where it has none."""
         return self._local
+
+    def elements(self) -> torch.Tensor:
+        """Returns this rank's slice in the part's dtype, on its device: 1D; to be read, as it may be memory."""
+        return self.local.to(self.device, self.dtype)
 
     def holds(self, start: int, stop: int) -> bool:
         """True if this rank's slice has the elements ``[start, stop)`` of the whole."""
@@ -272,6 +285,13 @@ class Part(Guarded, torch.Tensor):
         return Part(own, part.start, part, part._gather, dtype, part._fetch, None, *again)
 
 
+def is_cut_alike(tensor: torch.Tensor, like: Part) -> bool:
+    """True if a tensor is a part of the same elements."""
+    if not isinstance(tensor, Part) or tensor.shape != like.shape or tensor.stride() != like.stride():
+        return False
+    return tensor is like or (tensor.start, tensor.elements().numel()) == (like.start, like.elements().numel())
+
+
 def _is_write(part: Any, source: Any) -> bool:
     """True if a whole tensor is to be copied to a part that can be written."""
     return isinstance(part, Part) and part._write is not None and not isinstance(source, Part)
@@ -315,39 +335,3 @@ def refusal(function: Any) -> StateError:
         f"{function} was called on a part, a tensor of which this rank holds a slice only, and the result would "
         "silently lack the rest."
     )
-
-
-class Mask(Part):
-    """The result of ``isfinite``, ``isinf`` or ``isnan`` of a part: this rank's elements, and all() and any() of all.
-
-    Attributes:
-        every: all elements of the whole are true.
-        some: any element of the whole is true.
-    """
-
-    every: bool
-    some: bool
-
-    @staticmethod
-    def __new__(cls, local: torch.Tensor, start: int, like: torch.Tensor, every: bool, some: bool) -> Self:
-        mask = super().__new__(cls, local, start, like)
-        mask.every, mask.some = every, some
-        return mask
-
-    @classmethod
-    def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        mask = arguments[0]
-        if len(arguments) == 1 and isinstance(mask, Mask):
-            if function is torch.ops.aten.all.default:
-                return torch.scalar_tensor(mask.every, dtype=torch.bool, device=mask.device)
-            if function is torch.ops.aten.any.default:
-                return torch.scalar_tensor(mask.some, dtype=torch.bool, device=mask.device)
-            if function in (torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default):
-                inverse = Mask(~mask.local, mask.start, mask, not mask.some, not mask.every)
-                inverse._fetch = None if mask._fetch is None else partial(_inverse_of, mask._fetch)
-                return inverse
-        return super()._answer(function, arguments, keywords)
-
-
-def _inverse_of(fetch: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return ~fetch()

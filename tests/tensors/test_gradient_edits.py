@@ -157,6 +157,12 @@ def assigned(stage: int) -> None:
         model[0].weight.grad = NOISE + dist.get_rank()
         with raises(DisagreementError, "changes in place of gradients", "param 0 of group 0", "copy_"):
             opt.step()
+        for way in (lambda g, rank: g * (2.0 + rank), lambda g, rank: (g + (OTHER + 1e-6 * rank)).abs()):
+            opt.zero_grad()
+            backward(model, 0)
+            model[0].weight.grad = way(model[0].weight.grad, dist.get_rank())
+            with raises(DisagreementError, "changes in place of gradients", "copy_"):
+                opt.step()
     opt.close()
 
 

@@ -8,13 +8,15 @@ import io
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from shardopt import DisagreementError, ShardedAdamW, ShardedOptimizer, StateError, Tuning
+from shardopt import DisagreementError, Part, ShardedAdamW, ShardedOptimizer, StateError, Tuning
+from shardopt.remote.peers import Peers
 from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -108,6 +110,8 @@ def started(stage: int, neighbours: bool) -> tuple[nn.Sequential, ShardedOptimiz
 
 
 def leaves(found: Any) -> list[Tensor]:
+    if isinstance(found, Part):
+        return [found.read_whole()]
     return [found] if isinstance(found, Tensor) else [each for some in found for each in leaves(some)]
 
 
@@ -142,6 +146,90 @@ def test_questions(ranks: Pool) -> None:
         (1, 2, True), (2, 1, True), (2, 2, False), (2, 3, True), (3, 1, False), (3, 2, True), (3, 3, False)
     ):  # fmt: skip
         found = ranks.run(asked, stage, neighbours, world=world)
+        assert all(each == found[0] for each in found)
+
+
+# Of a gradient, another one of its shape and a state of its param.
+EXPRESSIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "numbers": lambda g, h, v: g * 2 + 1,
+    "two": lambda g, h, v: g + h,
+    "functions": lambda g, h, v: g.abs().log1p(),
+    "a state": lambda g, h, v: g / (v.sqrt() + 1e-8),
+    "where": lambda g, h, v: torch.where(g > 0, g, h),
+    "clamp": lambda g, h, v: g.clamp(-0.1, 0.2).clamp(max=OTHER),
+    "masks": lambda g, h, v: ((g > h) & ~torch.isnan(g)) | (g == 0),
+    "a whole": lambda g, h, v: OTHER - g * (OTHER > 0) + OTHER[:1],
+    "a number in a tensor": lambda g, h, v: g * torch.tensor(0.5) + torch.tensor([2.0]),
+    "casts": lambda g, h, v: (g.double() * 2).to(torch.bfloat16) + 1,
+    "like it": lambda g, h, v: torch.ones_like(g) * 3 - torch.zeros_like(g, dtype=torch.float64),
+    "in place": lambda g, h, v: torch.zeros_like(g).add_(g, alpha=2).mul_(0.5).clamp_(max=0.1),
+    "again and again": lambda g, h, v: doubled(g, 20),
+    "copies": lambda g, h, v: g.clone().mul_(2).add_(h.clone()).detach(),
+    "lerp": lambda g, h, v: torch.lerp(g, h, 0.3).masked_fill(g > 0, -1.0),
+}
+
+
+def doubled(grad: Any, count: int) -> Any:
+    for _ in range(count):
+        grad = (grad + grad.neg().abs() * grad.sign()) / 2
+    return grad
+
+
+def expressions(stage: int, neighbours: bool) -> dict[str, list[bytes]]:
+    model, opt = started(stage, neighbours)
+    opt.step()
+    opt.zero_grad()
+    backward(model, 1)
+    weight, found = model[0].weight, {}
+    arguments: list[Any] = [weight.grad, model[0].weight.grad.neg(), opt.state[weight]["exp_avg"].abs()]  # type: ignore[union-attr]
+    wholes = [each.full_tensor() for each in arguments]
+    made, read = {}, Peers.read
+    with patch.object(Peers, "read", autospec=True, side_effect=read) as reading:
+        for name, way in EXPRESSIONS.items():
+            made[name] = way(*arguments)
+            assert isinstance(made[name], Part), name
+        assert not reading.call_count
+        for name, part in made.items():
+            expected = EXPRESSIONS[name](*wholes)
+            assert part.dtype is expected.dtype, name
+            reading.reset_mock()
+            whole = part.read_whole()
+            # Of each peer, each of the two records that a gradient and a state are; one was read last.
+            assert reading.call_count <= 2 * (dist.get_world_size() - 1), (name, reading.call_count)
+            assert raw(whole) == raw(expected), (name, whole, expected)
+            found[name] = [raw(whole), raw(part.sum())]
+            flat = expected.as_strided((W * W,), (1,))[part.start : part.start + part.local.numel()]
+            torch.testing.assert_close(part.local, flat), name
+    assert raw(made["a whole"].full_tensor()) == raw(EXPRESSIONS["a whole"](*wholes))
+    # Of values that are not there any more it says so, and has its own slice still.
+    given = OTHER.clone()
+    late = arguments[0] * given
+    given.zero_()
+    with raises(StateError, "full_tensor() on every rank", "was written to since"):
+        late.sum()
+    assert raw(late.full_tensor()) == raw(wholes[0] * OTHER)
+    # A result outlives its gradient, and edits of it.
+    arguments[0].mul_(3)
+    assert raw(made["two"].read_whole()) == raw(wholes[0] + wholes[1])
+    average = made["two"]
+    del made, late, arguments
+    for number in range(4):
+        opt.step()
+        opt.zero_grad()
+        backward(model, number + 2)
+        average = average * 0.5 + weight.grad
+    kept = [len(each.gradient_slice.kept) for each in opt.engine.domain.entries.values() if each.param is weight]
+    assert kept <= [1]  # a history that grows is given up
+    with raises(StateError, "full_tensor() on every rank"):
+        average.sum()
+    assert isinstance(average, Part) and average.full_tensor().isfinite().all()
+    opt.close()
+    return found
+
+
+def test_expressions(ranks: Pool) -> None:
+    for world, stage, neighbours in ((2, 1, False), (2, 3, True), (3, 2, False)):
+        found = ranks.run(expressions, stage, neighbours, world=world)
         assert all(each == found[0] for each in found)
 
 
