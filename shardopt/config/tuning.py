@@ -51,8 +51,8 @@ def _class_name(module: Any) -> str:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The rare options. Only ``broadcast_buffers``, ``compress_from``, ``seed``, ``nonfinite`` and, for writes through
-    ``param.data``, ``compare_masters`` change bits of the result.
+    """The rare options. Only ``broadcast_buffers``, ``compress_from``, ``seed``, ``nonfinite``, ``by_host`` (the order
+    of sums) and, for writes through ``param.data``, ``compare_masters`` change bits of the result.
 
     Attributes:
         bucket_bytes: largest bytes of params in one bucket; a single larger param has a bucket of its own, and at stage
@@ -86,6 +86,9 @@ class Tuning:
             gathers always have the group's timeout.
         neighbours: let CPU ranks of one machine read each other's params out of memory, where the system allows it,
             instead of sending them through sockets.
+        by_host: of CPU ranks on several hosts, of which each has as many: sums of gradients are taken within a host,
+            and one rank of each host exchanges them; updated params cross to each host once. Sums are then in the order
+            (ranks of host 0) + (ranks of host 1) + ... See docs/traffic.md.
         overlap_gather: stages 1 and 2 with the module, where params travel: ``step()`` returns while updated params are
             on their way, and each bucket is waited for when the next forward needs it. What reads a param elsewhere
             waits for all of them. What C++ reads without telling Python (``torch.func.grad(f)(param)``, a scripted
@@ -157,6 +160,12 @@ class Tuning:
     neighbours: bool = option(
         True, "CPU ranks of one machine read each other's params out of memory where the system allows it", flag
     )
+    by_host: bool = option(
+        False,
+        "CPU ranks, several on each of several hosts: gradients and updated params cross to each host once "
+        "([how](traffic.md#by-host))",
+        flag,
+    )
     overlap_gather: bool = option(
         False,
         "stages 1, 2 with the module, where params travel: they arrive during the next forward "
@@ -197,6 +206,11 @@ class Tuning:
 
     def __post_init__(self) -> None:
         check_fields(self, "Tuning.")
+        if self.by_host and not self.neighbours:
+            raise ValueError(
+                "omit neighbours=False or by_host=True: Tuning(by_host=True) sums gradients in memory that ranks of a "
+                "host read, and neighbours=False lets no rank read another's."
+            )
 
     def bucket_bytes_of(self, device: torch.device, has_module: bool) -> int:
         """The bytes to use where they were left open."""

@@ -160,12 +160,27 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
             "(replicate, shard) sums of slices would still travel between the copies in fp32, where most of the time "
             "is lost."
         )
+    if options.tuning.by_host:
+        _check_by_host(domain)
     with torch._C.DisableTorchFunctionSubclass():  # reads shapes and strides of resharded params, no values
         check_bindable(candidates, groups, device)
     check_castable(domain, candidates)
     check_gradient_format(options, candidates)
     if not domain.entries and options.precision is None:
         warn_of_master(options, groups)
+
+
+def _check_by_host(domain: Domain) -> None:
+    if domain.mesh.is_hybrid:
+        raise BindingError(
+            "omit Tuning(by_host=True), or give a process_group of one dimension: of a 2D mesh (replicate, shard) each "
+            "dimension is a group of its own, which may lie across hosts or within one."
+        )
+    if domain.options.release_gradients and domain.mesh.shard.size == 1 < domain.mesh.replicate.size:
+        raise BindingError(
+            "omit Tuning(by_host=True) or give stage=1: with release_gradients=True at stage 0 every rank sums whole "
+            "buckets, which no rank of its host could do for it."
+        )
 
 
 def _adopt(domain: Domain, links: Links, made: Sequence[AllocatedBucket], units: UnitTable) -> None:

@@ -34,7 +34,9 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
         undo: closes what was opened if the ranks do not agree.
     """
     options, tuning, mesh = domain.options, domain.options.tuning, domain.mesh
-    shards, replicas = (Transport.of(ranks, device, tuning.neighbours) for ranks in (mesh.shard, mesh.replicate))
+    shards, replicas = (
+        Transport.of(ranks, device, tuning.neighbours, tuning.by_host) for ranks in (mesh.shard, mesh.replicate)
+    )
     is_coded = isinstance(options.reduce_dtype, str)
     reducer = None if options.module is None else Reducer(mesh, shards, replicas, is_coded)
     sharded = None

@@ -13,7 +13,7 @@ residual afterwards: the step that it spoils is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,17 +41,22 @@ class GradientCode:
         format: BlockFormat,
         device: torch.device,
         residual: Residual | None = None,
+        owners: Sequence[int] | None = None,
     ):
         """Compiles the kernels.
 
         Args:
-            layout: of the params in the buffer, over the slices that travel.
+            layout: of the params in a whole buffer, over the slices that travel.
             dtype: of the buffer.
+            owners: the ranks whose slices lie in the buffer; None: all.
         """
-        self.residual = residual
+        owners = range(layout.num_shards) if owners is None else owners
+        self.residual, self._made_of = residual, (layout, format, device)
+        self._of_sums: GradientCode | None = None
+        self._numel = layout.shard_numel
         self._code = BlockCode(layout.shard_numel, dtype, torch.float32, format, device, residual is not None)
-        self._pieces = [layout.pieces(rank) for rank in range(layout.num_shards)]
-        self._slices = [layout.shard_slice(rank) for rank in range(layout.num_shards)]
+        self._pieces = [layout.pieces(rank) for rank in owners]
+        self._slices = [layout.shard_slice(rank) for rank in owners]
         self._tables = [ShardTables(each, layout.shard_numel, device) for each in self._pieces]
 
     @property
@@ -64,17 +69,25 @@ class GradientCode:
         """The bytes that travel for one slice."""
         return self._code.message_bytes
 
-    def encode(self, buffer: torch.Tensor, params: Collection[int]) -> list[torch.Tensor]:
+    def of_sums(self, owners: Sequence[int]) -> GradientCode:
+        """See :meth:`.reduce_scatter.Code.of_sums`. They share the residual."""
+        if self._of_sums is None:
+            layout, format, device = self._made_of
+            self._of_sums = GradientCode(layout, torch.float32, format, device, self.residual, owners)
+        return self._of_sums
+
+    def encode(self, buffer: torch.Tensor, params: Collection[int] | None) -> list[torch.Tensor]:
         """See :meth:`.reduce_scatter.Code.encode`."""
         if self.residual is not None:
             self.residual.uses.occupy()
         messages = []
-        for pieces, tables, here in zip(self._pieces, self._tables, self._slices, strict=True):
-            grads, residual = buffer[here], None if self.residual is None else self.residual.values[here]
+        for at, (pieces, tables, here) in enumerate(zip(self._pieces, self._tables, self._slices, strict=True)):
+            grads = buffer[at * self._numel : (at + 1) * self._numel]
+            residual = None if self.residual is None else self.residual.values[here]
             there = {
                 row: (grads[piece.shard_start :], piece.start)
                 for row, piece in enumerate(pieces)
-                if piece.param in params
+                if (piece.param in params if params is not None else bool(grads[piece.local].any()))
             }
             messages.append(self._code.encode(grads, tables.gradients(there) if there else None, residual))
         return messages

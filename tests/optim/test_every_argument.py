@@ -131,6 +131,7 @@ TUNING = {
     "prefetch": NONE | COUNT | {"wrong container"},  # a dict from a unit to a list of units
     "timeout": NONE | POSITIVE | {"inf"},
     "neighbours": FLAG,
+    "by_host": FLAG,
     "overlap_gather": FLAG,
     "broadcast_buffers": FLAG,
     "chunk_bytes": ONE,

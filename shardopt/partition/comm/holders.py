@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .all_gather import FIRST_TAG, Window, by_batches, by_messages, by_reading
+from .hosts import SomeRanks
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -28,34 +29,19 @@ if TYPE_CHECKING:
     from .peer_memory import PeerMemory
 
 
-class Holders:
-    """Some ranks of a transport's, this one among them.
-
-    Attributes:
-        members: their numbers in the transport's group.
-        size, rank: how many they are, and this rank's number among them.
-    """
+class Holders(SomeRanks):
+    """Some ranks of a transport's, this one among them."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int], device: torch.device, memory: PeerMemory | None):
         """``memory``: reads the other holders' memory; None if some holder cannot."""
-        self.members, self.size, self.rank = tuple(members), len(members), members.index(ranks.rank)
-        self._ranks, self._device, self._memory = ranks, device, memory
+        super().__init__(ranks, members)
+        self._device, self._memory = device, memory
         self._ready: dict[int, Pending] = {}  # by the number of a window: that the holders' parts of it are there
 
     @property
     def reads_memory(self) -> bool:
         """True if a part must stay where it was when its window was opened."""
         return self._memory is not None
-
-    def exchange_slices(
-        self, own: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tag: int, phase: str
-    ) -> Pending:
-        """Starts to send ``own[i]`` to holder ``i`` and to receive ``others[i]`` from it."""
-        return self._ranks.exchange_slices(own, others, tag, phase, self.members)
-
-    def wait(self, pending: Pending, limit: timedelta | None = None) -> None:
-        """See :meth:`Ranks.wait`."""
-        self._ranks.wait(pending, limit)
 
     def announce(self, number: int, phase: str) -> None:
         """Sends the other holders that this rank's part of the window of this number is in place."""

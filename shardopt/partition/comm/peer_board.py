@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,11 +76,16 @@ class Notice(NamedTuple):
 
 
 class PeerBoard:
-    """This rank's board, and reads of the other ranks' boards."""
+    """This rank's board, and reads of the other ranks' boards.
 
-    def __init__(self, ranks: Ranks, memory: PeerMemory, pids: tuple[int, ...]):
-        """Collective."""
+    Attributes:
+        members: the ranks that read each other's boards, this one among them.
+    """
+
+    def __init__(self, ranks: Ranks, memory: PeerMemory, pids: tuple[int, ...], members: Sequence[int] | None = None):
+        """Collective, whoever the members are; None: all ranks."""
         self._ranks, self._memory, self.pids = ranks, memory, pids
+        self.members = tuple(range(ranks.size) if members is None else members)
         self._own = np.zeros(_FIRST_ADDRESS + MAX_ADDRESSES, dtype=np.int64)
         self._own[_AT] = -1
         self.closure = 0  # the closure that runs now, counted from 1 and the same on all ranks; 0: none
@@ -109,7 +114,7 @@ class PeerBoard:
 
     def catch_up(self, round_number: int) -> None:
         """Goes to the attempt of the peers: they abandoned one that this rank perhaps had not begun."""
-        for rank in range(self._ranks.size):
+        for rank in self.members:
             with suppress(CommunicationError):  # the wait for a dead rank reports it
                 at = self._read_notice(rank, "beginning anew").at
                 if at // _ATTEMPTS == round_number and at > max(round_number * _ATTEMPTS, int(self._own[_AT])):
@@ -192,7 +197,7 @@ class PeerBoard:
                 # The awaited rank may have abandoned its attempt because another rank died, and then never comes to the
                 # attempt of this rank. No rank ends a round without all others, so all boards are read: that of a dead
                 # rank raises.
-                for each in range(self._ranks.size):
+                for each in self.members:
                     self._read_notice(each, phase)
                 self._check_comes(rank, reached, phase)
             if not backoff.again():

@@ -46,6 +46,10 @@ class Reduction:
         """Returns the start of the rank's slice in the buffer."""
         return 0 if self.is_whole else rank * self.target.numel()
 
+    def runs(self, rank: int) -> list[tuple[int, torch.Tensor]]:
+        """Returns what the rank sums where it reads the other ranks' buffers: starts in these, and targets."""
+        return [(self.start_of(rank), self.target)]
+
     def slice_of(self, rank: int) -> torch.Tensor:
         start = self.start_of(rank)
         return self.buffer[start : start + self.target.numel()]
@@ -71,8 +75,15 @@ class Code(Protocol):
     def message_bytes(self) -> int:
         """The bytes that travel for one slice."""
 
-    def encode(self, buffer: torch.Tensor, params: Collection[int]) -> list[torch.Tensor]:
-        """Returns the message of each slice of the buffer, in order. Params that are not listed are sent as zeros."""
+    def encode(self, buffer: torch.Tensor, params: Collection[int] | None) -> list[torch.Tensor]:
+        """Returns the message of each slice of the buffer, in order. Params that are not listed are sent as zeros.
+
+        Args:
+            params: None: those of which the slice holds something other than zeros.
+        """
+
+    def of_sums(self, owners: Sequence[int]) -> "Code":
+        """Returns the code of buffers in fp32 that hold these slices alone, in this order."""
 
     def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int, add: bool) -> None:
         """``target (+)= message``, from element ``first`` of the slice on; the target is fp32."""
@@ -86,7 +97,7 @@ class CodedReduction(Reduction):
     """
 
     code: Code
-    params: Collection[int]  # of which this rank has a gradient
+    params: Collection[int] | None  # of which this rank has a gradient, see :meth:`Code.encode`
 
     def messages(self, size: int) -> list[torch.Tensor]:
         found = self.code.encode(self.buffer, self.params)

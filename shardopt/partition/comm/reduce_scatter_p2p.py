@@ -12,6 +12,7 @@ from .reduce_scatter import PHASE, ReduceScatter
 
 if TYPE_CHECKING:
     from .group import Pending, Ranks, Traffic
+    from .hosts import SomeRanks
     from .reduce_scatter import Reduction
 
 
@@ -21,7 +22,7 @@ class P2PReduceScatter(ReduceScatter):
     Peers of a rank that abandons a round are not notified; their wait times out.
     """
 
-    def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
+    def __init__(self, ranks: Ranks | SomeRanks, traffic: Traffic, number: int):
         self._ranks, self._traffic, self._number = ranks, traffic, number
         self._reductions: deque[tuple[Reduction, list[torch.Tensor], list[torch.Tensor], Pending]] = deque()
         self._abandoned: list[Any] = []
@@ -38,11 +39,15 @@ class P2PReduceScatter(ReduceScatter):
 
     def start(self, reduction: Reduction) -> None:
         rank, own = self._ranks.rank, reduction.messages(self._ranks.size)
-        others = [each if owner == rank else torch.empty_like(each) for owner, each in enumerate(own)]
+        others = [each if owner == rank else self._room_for(each) for owner, each in enumerate(own)]
         pending = self._ranks.exchange_slices(own, others, self._tag(), PHASE)
         self._traffic.gradients += (self._ranks.size - 1) * own[rank].nbytes
         self._position += 1
         self._reductions.append((reduction, others, own, pending))
+
+    def _room_for(self, message: torch.Tensor) -> torch.Tensor:
+        """Returns memory for what another rank sends in return for this message."""
+        return torch.empty_like(message)
 
     def _tag(self) -> int:
         """Returns a tag of optimizer, round, attempt and bucket, so that no message matches another. Repeats after

@@ -23,8 +23,9 @@ class PeerReduceScatter(ReduceScatter):
     notifies_peers = True
 
     def __init__(self, ranks: Ranks, board: PeerBoard, traffic: Traffic):
-        self._ranks, self._board, self._traffic = ranks, board, traffic
-        self._others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
+        self._rank, self._board, self._traffic = ranks.rank, board, traffic
+        self._members, at = board.members, board.members.index(ranks.rank)
+        self._others = [*self._members[at + 1 :], *self._members[:at]]
         self._reductions: deque[Reduction] = deque()  # the oldest first, whose buffer may still be read
         self._first = 0  # position of the oldest one
         self._summed = self._published = (
@@ -47,8 +48,17 @@ class PeerReduceScatter(ReduceScatter):
             self._board.mark_filled(self._published, self._reductions[self._published - self._first].buffer.data_ptr())
             self._published += 1
 
+    @property
+    def num_under_way(self) -> int:
+        """How many reductions have not ended."""
+        return len(self._reductions)
+
     def progress(self) -> list[Reduction]:
         return self._advance(0)
+
+    def end_first(self) -> list[Reduction]:
+        """Waits for the first reduction that is under way, and returns it with those that have ended as well."""
+        return self._advance(1)
 
     def drain(self, limit: int, patience: float) -> list[Reduction]:
         ended, backoff = self.progress(), Backoff(patience)
@@ -115,26 +125,30 @@ class PeerReduceScatter(ReduceScatter):
                 return False
             addresses[rank] = notice.addresses[position % MAX_ADDRESSES]
         reduction = self._reductions[position - self._first]
-        numel, itemsize = reduction.target.numel(), reduction.buffer.element_size()
-        own = reduction.slice_of(self._ranks.rank)
-        scratch = self._scratch_of(reduction.buffer.dtype)
-        for part in chunks(numel):
-
-            def terms(part: slice = part) -> Iterator[torch.Tensor]:
-                for rank in range(self._ranks.size):
-                    if rank == self._ranks.rank:
-                        yield own[part]
-                    else:
-                        into = scratch[: part.stop - part.start]
-                        at = addresses[rank] + (reduction.start_of(self._ranks.rank) + part.start) * itemsize
-                        self._board.read(rank, at, into, PHASE)
-                        yield into
-
-            sum_into(reduction.target[part], terms(), reduction.add)
-        self._traffic.gradients += (self._ranks.size - 1) * numel * itemsize
+        for start, target in reduction.runs(self._rank):
+            self._sum_run(reduction, start, target, addresses)
+        itemsize = reduction.buffer.element_size()
+        self._traffic.gradients += len(self._others) * reduction.target.numel() * itemsize
         self._summed += 1
         self._board.mark_consumed(position)
         return True
+
+    def _sum_run(self, reduction: Reduction, start: int, target: torch.Tensor, addresses: dict[int, int]) -> None:
+        """Sums elements of all members' buffers, from ``start`` on, into the target."""
+        itemsize, own = reduction.buffer.element_size(), reduction.buffer[start : start + target.numel()]
+        scratch = self._scratch_of(reduction.buffer.dtype)
+        for part in chunks(target.numel()):
+
+            def terms(part: slice = part) -> Iterator[torch.Tensor]:
+                for rank in self._members:
+                    if rank == self._rank:
+                        yield own[part]
+                    else:
+                        into = scratch[: part.stop - part.start]
+                        self._board.read(rank, addresses[rank] + (start + part.start) * itemsize, into, PHASE)
+                        yield into
+
+            sum_into(target[part], terms(), reduction.add)
 
     def _scratch_of(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._scratch:

@@ -8,6 +8,7 @@ NCCL, or any but gloo     :func:`by_collectives`, in place; :class:`CollectiveRe
 CPU, ranks of one machine :func:`by_reading` each other's memory; :class:`PeerReduceScatter`
 CPU, gloo                 :func:`by_messages`; :class:`P2PReduceScatter`: straight to every rank (4x faster
                           than gloo's all-gather; its reduce-scatter is slower than its all-reduce)
+CPU, gloo, several hosts  :func:`by_hosts`; :class:`HostReduceScatter`: if that is asked for
 CUDA, gloo                refused: it has neither collectives nor messages for tensors of a GPU
 ========================  ==================================================================================
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .all_to_all import AllToAll
     from .group import Ranks
     from .holders import Holders
+    from .hosts import Hosts
     from .reduce_scatter import ReduceScatter
 
 # Numbers of windows that one transport has; 512 transports of a group have numbers of their own. Tags are made of these
@@ -65,13 +67,16 @@ class Transport:
         memory: PeerMemory | None = None,
         cards: tuple[tuple[int, ...], ...] = (),
         reach: Sequence[Sequence[int]] = (),
+        hosts: Hosts | None = None,
     ):
         """
         Args:
             memory: reads the other ranks' memory, if all ranks can.
             cards: of all ranks, if some can.
             reach: by rank: 1 for each rank whose memory it can read.
+            hosts: if reductions, and gathers after an update, go by host.
         """
+        self._hosts = hosts
         self.ranks, self._device, self._reach = ranks, device, reach
         self._memory, self._cards = memory, cards
         self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
@@ -82,11 +87,15 @@ class Transport:
         self._all_to_all: AllToAll | None = None
 
     @staticmethod
-    def of(ranks: Ranks, device: torch.device, use_neighbours: bool) -> Transport:
+    def of(ranks: Ranks, device: torch.device, use_neighbours: bool, by_host: bool = False) -> Transport:
         """Collective: finds out whether the ranks can read each other's memory.
 
+        Args:
+            by_host: True if what crosses between hosts is to cross once, where several have several ranks.
+
         Raises:
-            BindingError: the group has no backend that carries tensors of this device, on all ranks.
+            BindingError: the group has no backend that carries tensors of this device, or its ranks cannot go by host;
+                on all ranks.
         """
         if ranks.size > 1 and device.type != "cpu" and not ranks.carries(device):
             raise BindingError(
@@ -94,12 +103,22 @@ class Transport:
                 f'"cpu:gloo,cuda:nccl": params are on {device}, of which the {ranks.size} ranks\' group carries no '
                 "shards and no gradients (gloo does not), so nothing was bound."
             )
+        if by_host and ranks.size > 1 and ranks.has_collectives(device):
+            raise BindingError(
+                "omit Tuning(by_host=True): params are on a device whose group has a backend of its own. NCCL's rings "
+                "and trees cross to each host once as it is; by host is for gloo, whose messages go from rank to rank."
+            )
         if ranks.size == 1 or device.type != "cpu" or not use_neighbours:
             return Transport(ranks, device)
         memory = PeerMemory()
         cards = tuple(tuple(card) for card in ranks.exchange(memory.card(), "looking for neighbours"))
         reach = ranks.exchange([int(memory.can_read(card)) for card in cards], "agreeing on neighbours")
-        return Transport(ranks, device, memory if all(map(all, reach)) else None, cards, reach)
+        hosts = None
+        if by_host:
+            from .hosts import Hosts  # here, as nearly no training goes by host
+
+            hosts = Hosts.of(ranks, reach, memory, [card[0] for card in cards])
+        return Transport(ranks, device, memory if all(map(all, reach)) else None, cards, reach, hosts)
 
     @property
     def name(self) -> str:
@@ -108,6 +127,8 @@ class Transport:
             return "none"
         if self._memory is not None:
             return "neighbours"
+        if self._hosts is not None:
+            return "messages, by host"
         return "collectives" if self.ranks.has_collectives(self._device) else "messages"
 
     @property
@@ -179,6 +200,10 @@ class Transport:
         Args:
             is_coded: True for windows with a code, which are messages on every connection.
         """
+        if self._hosts is not None:
+            from .all_gather_hosts import by_hosts
+
+            return Gather(self.ranks, by_hosts(self.ranks, self._hosts, phase), phase)
         moves = all_gather_between(self.ranks, self._device, phase) if is_coded else self.all_gather(phase)
         return Gather(self.ranks, moves, phase)
 
@@ -214,6 +239,8 @@ class Transport:
         """
         if self.ranks.size == 1:
             return NoReduceScatter()
+        if self._hosts is not None:
+            return self._reduce_scatter_by_host(self._hosts)
         if is_coded:
             if self.ranks.has_collectives(self._device):
                 return CodedReduceScatter(self.ranks, self.traffic)
@@ -224,6 +251,13 @@ class Transport:
         if self.ranks.has_collectives(self._device):
             return CollectiveReduceScatter(self.ranks, self.traffic)
         return P2PReduceScatter(self.ranks, self.traffic, self._number)
+
+    def _reduce_scatter_by_host(self, hosts: Hosts) -> ReduceScatter:
+        from .reduce_scatter_hosts import Between, HostReduceScatter
+
+        board = PeerBoard(self.ranks, hosts.memory, hosts.pids, hosts.near.members)
+        near = PeerReduceScatter(self.ranks, board, self.traffic)
+        return HostReduceScatter(near, Between(hosts.column, self.traffic, self._number), hosts.column.members)
 
 
 def all_gather_between(ranks: Ranks, device: torch.device, phase: str, limit: timedelta | None = None) -> AllGather:
