@@ -134,12 +134,14 @@ class MergedStream(Iterator[tuple[str, torch.Tensor]]):
                 name, whole = next(self._stream)
                 own[found.locals[name]] = whole
             try:
-                self._ready.extend(found.merge(self._merge, own))
+                self._ready.extend((name, self._cast(made)) for name, made in found.merge(self._merge, own))
             except BaseException:
                 self.close()  # the other ranks hear of it within a bucket
                 raise
-        name, made = self._ready.popleft()
-        return name, made.to(self._dtype) if self._dtype is not None and made.is_floating_point() else made
+        return self._ready.popleft()
+
+    def _cast(self, made: torch.Tensor) -> torch.Tensor:
+        return made.to(self._dtype) if self._dtype is not None and made.is_floating_point() else made
 
     @property
     def is_open(self) -> bool:

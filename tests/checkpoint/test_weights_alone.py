@@ -125,6 +125,21 @@ def merges(root: str) -> None:
         for _ in opt.weights(2000, merge=wrong):
             pass
     assert dict(opt.weights()).keys() == own.keys()  # that loop has ended on all ranks
+    for at_meta in (True, False):
+
+        def fails(module: torch.nn.Module, own: dict[str, Tensor], at_meta: bool = at_meta) -> dict[str, Tensor] | None:
+            if isinstance(module, Adapted) and dist.get_rank() == 0 and at_meta is own["base.bias"].is_meta:
+                raise RuntimeError("says the test")
+            return merge(module, own)
+
+        theirs = DisagreementError if at_meta else StateError
+        for read in (
+            lambda: list(opt.weights(2000, merge=fails)),
+            lambda: shardopt.save_weights(root, opt, merge=fails),
+        ):
+            with raises(theirs if dist.get_rank() else RuntimeError, "rank 0" if dist.get_rank() else "says the test"):
+                read()
+    assert dict(opt.weights()).keys() == own.keys()
     with raises(ValueError, "omit names="):
         opt.weights(merge=merge, names=["0.weight"])
     with raises(TypeError, "return a dict of tensors by name", "returned 3"):
