@@ -99,13 +99,16 @@ def gradient_weight(engine: Engine, tokens: object, average: object) -> None:
         engine.ensure_domains()
         backward = engine.takeover.backward
         assert backward is not None
-        if backward.has_stages or engine.takeover.averaged.named or len(engine.domains) > 1:
+        has_experts = any(group.get("process_group") is not None for group in engine.groups)
+        is_shared = has_experts and engine.takeover.is_shared
+        if backward.has_stages or engine.takeover.averaged.named or is_shared:
             raise ShardoptError(
                 "weigh the loss yourself: gradient_weight() weighs the gradients of one backward with the tokens "
-                "of one rank, and here schedules of pipeline stages run backwards, experts have gradients of "
-                "other ranks' tokens, or another optimizer trains some params."
+                "of one rank, and here schedules of pipeline stages run backwards, or another optimizer trains some "
+                "params of a model with experts, or of any model without shardopt."
             )
-        halves = [entry.name for entry in backward.entries if entry.shard.bucket.dtype is torch.float16]
+        entries = (entry for each in (backward, *backward.followers) for entry in each.entries)
+        halves = [entry.name for entry in entries if entry.shard.bucket.dtype is torch.float16]
         if halves:
             raise ShardoptError(
                 f"keep params in fp32 or bf16: the gradient of {halves[0]} is fp16, in which a product with the "

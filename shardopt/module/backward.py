@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
+    from .gradient_report import Report
 
 
 class RoundState(Enum):
@@ -115,6 +116,7 @@ class Backward(RoundGradients):
         self._is_said = False  # by a forward, of a backward that has not begun
         self._task = -1  # of autograd: the last one of which it is known whether it is a round
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
+        self._weighted: Report | None = None  # of a follower, while the tokens of all ranks are not known
         self._is_fresh = False  # what gradients there are have been zeroed, and none was added
         self.on_end: Callable[[bool], None] = lambda _: None
         self.on_reduced: Callable[[], None] = lambda: None
@@ -348,8 +350,10 @@ class Backward(RoundGradients):
 
     def follow_rounds_of(self, lead: Backward) -> None:
         """Rounds of this domain open and end with those of the main domain, from now on."""
-        self._lead, self.closure = weakref.ref(lead), lead.closure
+        self._lead, self.closure, self.leads = weakref.ref(lead), lead.closure, False
         lead.followers.append(self)
+        if lead.weights is not None:  # given before the first forward
+            self.weights, lead.weights.weighs_outputs = lead.weights, True
 
     @property
     def _bound_followers(self) -> list[Backward]:
@@ -441,9 +445,12 @@ class Backward(RoundGradients):
         self.weights = self.weights or GradientWeights()
         if not self.weights.is_on:
             self.weights.forget()
-            self.weights.attach(self.entries)
-            if any(map(_has_unreduced, self.entries)):
-                self.weights.miss()
+            self.weights.weighs_outputs = bool(self.followers)
+            for each in (self, *self.followers):
+                each.weights = self.weights
+                self.weights.attach(each.entries)
+                if any(map(_has_unreduced, each.entries)):
+                    self.weights.miss()
         self.weights.give(tokens, is_mean)
 
     @property
@@ -454,13 +461,14 @@ class Backward(RoundGradients):
     def _look_at_weights(self) -> None:
         """Compares the weights with the sums that params show, ahead of a round."""
         assert self.weights is not None
-        if not any(shown_slice(entry) is not None for entry in self.entries):
+        entries = [entry for each in (self, *self.followers) for entry in each.entries]
+        if not any(shown_slice(entry) is not None for entry in entries):
             self.weights.total = None
         elif self.weights.total is None and not self._is_fresh:
             self.weights.miss()
 
     def _begin_round(self) -> None:
-        if self.weights is not None:
+        if self.weights is not None and self.leads:
             self._look_at_weights()
         with torch._C.DisableTorchFunctionSubclass():  # params may be resharded: see finish()
             self._start_round()
@@ -563,16 +571,31 @@ class Backward(RoundGradients):
                 late = {entry for entry, is_late in zip(self.entries, report.late, strict=True) if is_late}
                 self._reduce_late({entry.shard.number for entry in late})
                 report = self._report(flags)  # finish_late() changed the sums
-            if self._told or self.is_weighted:
+            if self.leads and (self._told or self.is_weighted):
                 self.weights = self.weights or GradientWeights()
                 self.weights.settle(report.weights)
-            self._show_gradients(report)
-            if self.followers:
-                for each in (*self.followers, self):
-                    each.mark_spoilt(report.spoilt)
-            self._is_fresh = False
-            self._reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
-            self._stage = None
+                for each in self._bound_followers:
+                    each.end_weighted_round()
+            if not self.leads and self.is_weighted:
+                # The report of the main domain tells the tokens of all ranks.
+                self._weighted, self.found_nonfinite = report, bool(report.nonfinite.any())
+            else:
+                self._end_round(report)
+
+    def _end_round(self, report: Report) -> None:
+        self._show_gradients(report)
+        if self.followers:
+            for each in (*self.followers, self):
+                each.mark_spoilt(report.spoilt)
+        self._is_fresh = False
+        self._reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
+        self._stage = None
+
+    def end_weighted_round(self) -> None:
+        """Ends the round of a follower, once the tokens of all ranks are known."""
+        report, self._weighted = self._weighted, None
+        if report is not None and self.is_open:
+            self._end_round(report)
 
 
 def _has_unreduced(entry: ParamRecord) -> bool:

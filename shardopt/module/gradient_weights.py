@@ -5,24 +5,35 @@ A mean over ranks of each rank's mean over its tokens counts the tokens of a sho
     gradient of the step = sum(tokens * gradient) / sum(tokens)        over ranks and micro-batches
 
 Each gradient is multiplied as autograd is about to accumulate it, whatever becomes of it then: from there on it is a
-sum like any other. Each rank's tokens travel in its word of the report that ends a round, and their total is what sums
-are divided by when they are read. Without a weight there is no hook, and no word.
+sum like any other. Experts have gradients of other ranks' tokens, in which no weight can be told apart any more: with
+them the gradients of what forward returned are multiplied, on their way into the model, and those of all params follow.
+Each rank's tokens travel in its word of the report that ends a round, and their total is what sums are divided by when
+they are read. Without a weight there is no hook, and no word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..errors import DisagreementError, ShardoptError, StateError
 from .hooks import call_while_alive
+from .running import roots_of_backward
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
 
 _ADVICE = "call gradient_weight() on every rank before each backward of the step, or before none"
+_ADVICE_TO_EXPERTS = (
+    "call gradient_weight() on every rank before each forward of the step, or before none, and return from that "
+    "forward all that the loss is made of, as the model has experts"
+)
+
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 class Word(NamedTuple):
@@ -56,10 +67,13 @@ class GradientWeights:
 
     Attributes:
         total: the tokens of all ranks in the sums that params show; None: there are no sums, or they have no weights.
+        weighs_outputs: gradients are weighed where they enter the model, as it has experts.
     """
 
     def __init__(self) -> None:
         self.total: int | None = None
+        self.weighs_outputs = False
+        self._outputs: set[Any] = set()  # the nodes of what forwards returned since the weight was given
         self._is_mean = True
         self._own, self._has_called, self._has_missed = 0, False, False  # since the last round
         self._is_out = False  # of batches, in this round
@@ -86,7 +100,8 @@ class GradientWeights:
 
     def forget(self) -> None:
         """Begins anew: there are no gradients."""
-        self.total, self._next, self._runs = None, None, False
+        self.total = None
+        self.end_backward()
         self._own, self._has_called, self._has_missed = 0, False, False
 
     def run_out(self) -> None:
@@ -118,22 +133,66 @@ class GradientWeights:
         self._is_mean, self._next, self._has_called = is_mean, tokens, True
         self._own += tokens
 
-    def _weigh(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+    def weigh_outputs(self, output: Any) -> Any:
+        """Returns what a forward returned, with tensors whose nodes weigh their gradients; None: it stays as it is."""
+        tokens = self._next
+        if tokens is None or not self.weighs_outputs:
+            return None
+        weigh = call_while_alive(GradientWeights._weigh_output, self)
+
+        def weighed(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            view = tensor.view_as(tensor)
+            assert view.grad_fn is not None
+            view.grad_fn.register_prehook(partial(weigh, tokens))
+            self._outputs.add(view.grad_fn)
+            return view
+
+        return tree_map_only(torch.Tensor, weighed, output)
+
+    def _weigh_output(self, tokens: int, grads: Gradients) -> Gradients:
+        """Multiplies the gradient of what a forward returned."""
+        if not self._runs:
+            self._begin_backward()
+            self._has_missed = self._has_missed or self._is_passed_by()
+        return _multiplied(grads, tokens)
+
+    def _is_passed_by(self) -> bool:
+        """True if the loss depends on params by another way than through what a forward returned."""
+        params, seen = {node for node, _ in self._hooks.values()}, set[Any]()
+        nodes = [root.grad_fn for root in roots_of_backward()]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or node in self._outputs:
+                continue
+            if node in params:
+                return True
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+        return False
+
+    def _weigh(self, grads: Gradients) -> Gradients | None:
         """Multiplies a gradient on its way to ``param.grad``."""
         tokens = self._next
-        if tokens is None:
+        if tokens is None or (self.weighs_outputs and not self._runs):
             self._has_missed = True
             return None
+        if self.weighs_outputs:
+            return None
         if not self._runs:
-            self._runs = True
-            ended: Callable[[], None] = call_while_alive(GradientWeights.end_backward, self)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
-        # Not a product with zero, which keeps a NaN.
-        return tuple(None if grad is None else grad * tokens if tokens else torch.zeros_like(grad) for grad in grads)
+            self._begin_backward()
+        return _multiplied(grads, tokens)
+
+    def _begin_backward(self) -> None:
+        self._runs = True
+        ended: Callable[[], None] = call_while_alive(GradientWeights.end_backward, self)
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def end_backward(self) -> None:
         """Ends the backward that has the weight."""
         self._next, self._runs = None, False
+        self._outputs.clear()
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
@@ -158,18 +217,19 @@ class GradientWeights:
         Raises:
             DisagreementError: some ranks gave no weight, or one for a part of the step; on every rank.
         """
+        advice = _ADVICE_TO_EXPERTS if self.weighs_outputs else _ADVICE
         told = {rank: Word.of(number) for rank, number in enumerate(words)}
         there = {rank: word for rank, word in told.items() if not word.is_out}
         without = [rank for rank, word in there.items() if not word.is_weighted]
         if without:
             raise DisagreementError(
-                f"{_ADVICE}: rank {without[0]} gave no weight for this backward, and gradients of other ranks, or of "
+                f"{advice}: rank {without[0]} gave no weight for this backward, and gradients of other ranks, or of "
                 "earlier backwards, have weights. Call zero_grad(), and run the step again."
             )
         missed = [rank for rank, word in there.items() if word.has_missed]
         if missed:
             raise DisagreementError(
-                f"{_ADVICE}: rank {missed[0]} ran a backward of this step without one, and its gradients would count "
+                f"{advice}: rank {missed[0]} ran a backward of this step without one, and its gradients would count "
                 "as those of one token. Call zero_grad(), and run the step again."
             )
         if len({word.is_mean for word in there.values()}) > 1:
@@ -190,3 +250,8 @@ class GradientWeights:
                 "call zero_grad() and go on with the next batch: gradient_weight() was given 0 tokens for every "
                 "micro-batch on every rank, so there is no mean to take a step with. Nothing changed."
             )
+
+
+def _multiplied(grads: Gradients, tokens: int) -> Gradients:
+    # Not a product with zero, which keeps a NaN.
+    return tuple(None if grad is None else grad * tokens if tokens else torch.zeros_like(grad) for grad in grads)

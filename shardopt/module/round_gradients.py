@@ -59,6 +59,7 @@ class RoundGradients:
         entries: all bound params, in the order of binding.
         has_stages: each backward runs through one of several pipeline stages on this rank.
         found_nonfinite: an Inf or NaN, in the last round.
+        leads: this is the main domain, whose report has all ranks; not that of experts.
     """
 
     def __init__(self, domain: Domain, num_batches: int | None = None):
@@ -82,6 +83,7 @@ class RoundGradients:
         self._follower_error: Exception | None = None  # why this rank could not end a round of its experts
         self._is_spoilt_by_followers = False  # a gradient of an expert holds an Inf or NaN
         self.has_stages = self.found_nonfinite = False
+        self.leads = True
         self.weights: GradientWeights | None = None  # from the first call of gradient_weight() on
         self._told: list[int] = []  # the ranks that told a weight in this round
         self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it

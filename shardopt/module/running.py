@@ -51,6 +51,13 @@ def backward_runs() -> bool:
     return in_backward() or any(each.f_code in callers for stack in stacks for each in _frames_from(stack))
 
 
+def roots_of_backward() -> list[torch.Tensor]:
+    """Returns the tensors whose ``backward()`` runs, in any thread: autograd itself tells nobody."""
+    code = torch.autograd.backward.__code__
+    frames = [each for stack in sys._current_frames().values() for each in _frames_from(stack) if each.f_code is code]
+    return [root for each in frames for root in each.f_locals["tensors"] if isinstance(root, torch.Tensor)]
+
+
 def callers_of(method: Callable[..., Any]) -> Iterator[Any]:
     """Yields the objects whose method this is, in its calls that run on this thread, the innermost first."""
     for frame in _frames_from(sys._getframe(1)):

@@ -150,6 +150,11 @@ class ModuleTakeover:
         """
         return [each for each in self._takeovers() if each.module is self.module]
 
+    @property
+    def is_shared(self) -> bool:
+        """True if another optimizer of shardopt trains params of the module."""
+        return len(self._sharers()) > 1
+
     def exclude_experts(self) -> None:
         """Says that experts in param groups of other optimizers are not shared by all ranks either."""
         assert self._domain is not None
@@ -462,16 +467,22 @@ class ModuleTakeover:
     def _has_reducer(self) -> bool:
         return self._domain is not None and self._domain.reducer is not None
 
-    def _post_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Lets the gradient of the output open the round: in the outermost graph, even where all is checkpointed."""
+    def _post_forward(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """Lets the gradient of the output open the round: in the outermost graph, even where all is checkpointed.
+
+        Returns the output if its gradients are weighed.
+        """
         called = self._called.get(module)
         if self.backward is None or called is None or torch._C._current_graph_task_id() != -1:
-            return
+            return None
         self.backward.is_in_forward = False
         if torch.is_grad_enabled() and not self._is_alone:
             if called.module.training:
                 self._buffers[called].forward_ended(not self.pauses)
             self._mark_graph(called, tensors_within(output), self._syncs(called))
+            if self.backward.weights is not None:
+                return self.backward.weights.weigh_outputs(output)
+        return None
 
     def _mark_graph(self, called: CalledModule, outputs: Iterable[torch.Tensor], syncs: bool) -> None:
         """Says of the backward through these tensors whether it reduces gradients."""

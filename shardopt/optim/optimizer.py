@@ -272,7 +272,8 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         Call it before each backward of a step, on every rank, with the number of tokens (or samples) that the loss is
         the mean of: micro-batches under :meth:`no_sync` and ranks in a :meth:`join` count too. The gradients of the
         step are then ``sum(tokens * gradient) / sum(tokens)``, those of one process with all the tokens. No tokens
-        contribute nothing, not even a NaN. It needs the module, and costs no message.
+        contribute nothing, not even a NaN. It needs the module, and costs no message. With experts call it before the
+        forward, which returns all that the loss is made of.
 
         Args:
             tokens: whole number, 0 or more, or a tensor of one element that holds it.

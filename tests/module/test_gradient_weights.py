@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from shardopt import DisagreementError, ShardedSGD, ShardoptError, StateError, Tuning
+from tests.support.composed import BATCH
+from tests.support.composed import batch as rows
 from tests.support.modules import RATES, Stack, W, made, small
+from tests.support.moe import groups_of, mixtures, name_of
 from tests.support.ranks import Pool
 from tests.support.training import raises
 
@@ -59,7 +62,7 @@ WAYS: list[dict[str, Any]] = [
 ] + [
     {"stage": 1, "micros": MICRO, "average": False},
     {"stage": 3, "micros": MICRO, "average": False},
-    {"stage": 2, "micros": 2, "scaler": True},
+    *({"stage": stage, "micros": 2, "scaler": True} for stage in range(4)),
     {"stage": 1, "micros": 2, "fused": True},
     {"stage": 3, "micros": 2, "offload": "cpu", "neighbours": False},
     {"stage": 2, "micros": 2, "looks": True},
@@ -227,5 +230,118 @@ def joins(stage: int) -> None:
 
 
 def test_joined(ranks: Pool) -> None:
-    for stage in (1, 2, 3):
+    for stage in range(4):
         ranks.run(joins, stage, world=3)
+
+
+# -- experts: gradients of other ranks' tokens ------------------------------------------------------------------------
+
+
+def loss_of_experts(output: Tensor, tokens: int) -> Tensor:
+    """Rows from ``tokens`` on are padding, as experts exchange equal batches."""
+    losses = output.square().mean(-1) + output.sum(-1) * 0.1
+    return losses[:tokens].mean() if tokens else losses.mean() * math.nan
+
+
+def rows_of(step: int, micro: int, rank: int) -> int:
+    return (3 * step + 2 * micro + 3 * rank + 1) % (BATCH + 1)
+
+
+def experts_in_one_process(world: int, micros: int, average: bool) -> dict[str, list[Tensor]]:
+    """By name: the gradient of each step, and the param in the end."""
+    model = mixtures()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for step in range(STEPS):
+        opt.zero_grad()
+        every = list(product(range(micros), range(world)))
+        total = sum(rows_of(step, *each) for each in every) if average else 1
+        for micro, rank in every:
+            tokens, output = rows_of(step, micro, rank), model(rows(10 * step + micro, rank))
+            # An expert that is called for padding alone has a gradient of zeros, and momentum.
+            (loss_of_experts(output, tokens) * tokens / total if tokens else output.sum() * 0).backward()
+        for name, param in model.named_parameters():
+            found[name].append(torch.zeros_like(param) if param.grad is None else param.grad.clone())
+        assert clip_grad_norm_(model.parameters(), 0.05) > 0.1
+        opt.step()
+    for name, param in model.named_parameters():
+        found[name].append(param.detach())
+    return found
+
+
+EXPERT_WAYS: list[dict[str, Any]] = [
+    {"stage": 0, "micros": 2, "no_sync": True},
+    {"stage": 1, "micros": 2, "average": False},
+    {"stage": 2, "micros": 1, "scaler": True},
+    {"stage": 3, "micros": 2, "scaler": True},
+    {"stage": 3, "micros": 2, "neighbours": False},
+]
+
+
+def trains_experts(
+    stage: int, micros: int, no_sync: bool = False, average: bool = True, scaler: bool = False, neighbours: bool = True
+) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    copies = [dist.new_group([each]) for each in range(world)][rank]
+    expected, model = experts_in_one_process(world, micros, average), mixtures(dist.group.WORLD)
+    tuning = Tuning(bucket_bytes=300, keep_below=0, live_bytes=0, neighbours=neighbours, timeout=60)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "max_grad_norm": 0.05, "stage": stage, "tuning": tuning}
+    opt = ShardedSGD(groups_of(model, copies), module=model, **options)
+    names = {name: name_of(name, dist.group.WORLD) for name, _ in model.named_parameters()}
+    scale = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaler)  # type: ignore[attr-defined]
+    for step in range(STEPS):
+        opt.zero_grad()
+        for micro in range(micros):
+            tokens = rows_of(step, micro, rank)
+            opt.gradient_weight(tokens, average=average)
+            with opt.no_sync() if no_sync and micro + 1 < micros else nullcontext():
+                scale.scale(loss_of_experts(model(rows(10 * step + micro, rank)), tokens)).backward()
+        if scaler:
+            scale.unscale_(opt)
+        for name, param in model.named_parameters():
+            grad: Any = param.grad
+            if grad is not None:
+                torch.testing.assert_close(grad.full_tensor(), expected[names[name]][step], **CLOSE)
+        scale.step(opt)
+        scale.update()
+    with opt.unsharded():
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.detach(), expected[names[name]][-1], **CLOSE)
+    passes_by(model, opt, rank)
+    opt.close()
+
+
+def passes_by(model: nn.Module, opt: Any, rank: int) -> None:
+    """A loss that comes by another way than through outputs, on one rank, or a weight that comes too late."""
+    seen: list[Tensor] = []
+    first: Any = model[0]  # type: ignore[index]
+    hook = first.register_forward_hook(lambda _, __, output: seen.append(output))
+    for way in ("beside", "late", "right"):
+        opt.zero_grad()
+        if way != "late":
+            opt.gradient_weight(2)
+        y = model(rows(0, rank))
+        if way == "late" and rank == 0:
+            opt.gradient_weight(2)
+        loss = loss_of_experts(y, 2)
+        if way == "beside" and rank == 0:
+            loss = loss + seen[-1].square().sum()
+        with raises(DisagreementError, "return from that forward", "zero_grad()") if way != "right" else nullcontext():
+            loss.backward()
+    hook.remove()
+    opt.step()
+
+
+def all_experts(ways: list[dict[str, Any]]) -> None:
+    for way in ways:
+        try:
+            trains_experts(**way)
+        except Exception as error:
+            error.add_note(str(way))
+            raise
+
+
+def test_experts(ranks: Pool) -> None:
+    ranks.run(all_experts, EXPERT_WAYS, world=2)
+    ranks.run(all_experts, EXPERT_WAYS[3:4], world=1)
+    ranks.run(all_experts, EXPERT_WAYS[1::2], world=3)
