@@ -461,7 +461,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """Moves all master weights and states to host memory or a disk until :meth:`reload`. Collective.
 
         Steps, state dicts and checkpoints work meanwhile, at the speed of the tier and with the same bits. Does nothing
-        before the first step.
+        before the first step. Params that rest in a file with their masters move with them.
 
         Args:
             to: ``"cpu"`` for host memory, or a directory for a file in it.
