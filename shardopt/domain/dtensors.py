@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BindingError, ShardoptError, StateError
+from ..tensors.local_tensor import set_local
 from ..tensors.part import Part
 from ..tensors.strides import with_own_storage
 
@@ -75,7 +76,7 @@ class _LocalParam:
             return
         if self.local.data_ptr() != self.param._local_tensor.data_ptr():
             # It shares the version counter, so that a write to to_local() is noticed.
-            self.param._local_tensor = self.local.detach()
+            set_local(self.param, self.local.detach())
         if self.local._version != self.versions[1]:
             torch.autograd.graph.increment_version([self.param])
         self._note_versions()

@@ -15,7 +15,6 @@ import torch
 from ..errors import BindingError
 from ..partition.memory import zeros
 from ..tensors.strides import dense_strides, flattened, in_storage_order
-from .dtensors import is_dtensor
 from .formats import OWN_DTYPE
 from .param_names import matching
 
@@ -78,12 +77,6 @@ def check_castable(domain: Domain, candidates: Sequence[Candidate]) -> None:
                 f"hand the module over in fp32 (module.float()), or omit compute_dtype={precision.compute_dtype}: "
                 f"{name} is {param.dtype}. Masters start from the fp32 values of params, which this one does not have; "
                 "a low-precision param trains with fp32 masters as it is."
-            )
-        if is_dtensor(domain.locals.outer_of(param)):
-            raise BindingError(
-                "cast the module (module.to(dtype)) before the optimizer is constructed, and omit compute_dtype: "
-                f"{name} is a DTensor, which keeps the dtype that it was made with, and its operations would "
-                "mix both."
             )
 
 

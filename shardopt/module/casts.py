@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..domain.dtensors import is_dtensor, local_tensor
 from ..domain.precision import cast_buffers, kept_in_fp32
+from ..tensors.local_tensor import set_local
 from ..tensors.unsharded_guard import dtype_in_forward, is_sharded
 from ..uncompiled import uncompiled
 from .running import callers_of, in_backward
@@ -172,7 +174,7 @@ class Casts:
         for param in self._module.parameters():
             is_fp32 = dtype_in_forward(param) is torch.float32 and not is_sharded(param)  # inner ones stay
             if not param.requires_grad and is_fp32 and param not in kept:
-                param.data = param.data.to(self._precision.compute_dtype)
+                _cast(param, self._precision.compute_dtype)
                 self._cast.add(param)
         for buffer in cast_buffers(self._module, self._precision):
             if buffer.dtype is not self._precision.compute_dtype:
@@ -189,7 +191,7 @@ class Casts:
         for param in self._module.parameters():
             is_low = dtype_in_forward(param) is self._precision.compute_dtype and param not in kept
             if is_low and (param.requires_grad or param in self._cast):
-                param.data = param.data.float()
+                _cast(param, torch.float32)
         self._cast.clear()
         self._switch.is_on = False
         self._give_buffers_back()
@@ -204,12 +206,19 @@ class Casts:
         """Removes the hooks, and makes frozen params fp32 again."""
         for param in self._cast:
             if not param.requires_grad and dtype_in_forward(param) is self._precision.compute_dtype:
-                param.data = param.data.float()
+                _cast(param, torch.float32)
         self._cast.clear()
         self._give_buffers_back()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
+    if is_dtensor(param):
+        set_local(param, local_tensor(param).detach().to(dtype))
+    else:
+        param.data = param.data.to(dtype)
 
 
 def _is_kept(module: nn.Module, kept: frozenset[torch.Tensor]) -> bool:

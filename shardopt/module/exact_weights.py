@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..domain.dtensors import is_dtensor, local_tensor, placed_as, shown_as
 from ..domain.full_state_dict import take_parts_along
 from ..kernels import codecs
 from ..tensors.part import Part
@@ -66,9 +67,10 @@ class ExactWeights:
                 if domain.exact is not None and entry.shard.exact_slice is None:
                     continue  # the param shows them
                 if domain.whole_contexts and _is_rounded(entry.shard):
-                    state_dict[prefix + name] = _whole_of(domain, entry, shown)
+                    whole = _whole_of(domain, entry, local_tensor(shown))
+                    state_dict[prefix + name] = shown_as(param, whole)
                 elif entry.shard.gathered is None and not domain.is_averaged and _is_rounded(entry.shard):
-                    state_dict[prefix + name] = _part_of(domain, entry)
+                    state_dict[prefix + name] = shown_as(param, _part_of(domain, entry))
 
     @torch.no_grad()
     def _take(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -80,10 +82,14 @@ class ExactWeights:
             domain, entry = self._of[param]
             if entry.shard.gathered is not None or (domain.exact is not None and entry.shard.exact_slice is None):
                 continue  # the param shows exact values, and takes what is given
-            if isinstance(given, Part):
-                state_dict[prefix + name] = given = given.full_tensor()
-            if not given.is_meta and (given.dtype is not param.dtype or entry.shard.exact_slice is not None):
-                _write(domain, entry, given)
+            if is_dtensor(param) and not is_dtensor(given):
+                continue  # torch refuses it
+            own = local_tensor(placed_as(param, given))
+            if isinstance(own, Part):
+                own = own.full_tensor()
+                state_dict[prefix + name] = shown_as(param, own)
+            if not own.is_meta and (own.dtype is not param.dtype or entry.shard.exact_slice is not None):
+                _write(domain, entry, own)
 
 
 def _is_rounded(shard: Shard) -> bool:

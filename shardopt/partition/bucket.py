@@ -89,7 +89,9 @@ class Bucket:
         for each in (param, *self._views[index]):
             each.data = values
         if outer is not param:
-            outer._local_tensor = param.detach()  # type: ignore[attr-defined]
+            from ..tensors.local_tensor import set_local  # DTensors are few
+
+            set_local(outer, param.detach())
 
     @property
     def nbytes(self) -> int:

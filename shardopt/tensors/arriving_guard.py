@@ -61,7 +61,9 @@ def arriving_class(own: type, is_exact: bool = False) -> type:
     Args:
         is_exact: its values will be fp32, and it is rounded now.
     """
-    guard = ExactParameter if is_exact else ArrivingParameter
+    guard: type = ExactParameter if is_exact else ArrivingParameter
+    if hasattr(own, "_local_tensor"):
+        guard = guard_class(guard, ArrivingDTensor, f"{guard.__name__}OfDTensor") if is_exact else ArrivingDTensor
     return guard if own is torch.nn.Parameter else guard_class(guard, own, f"{guard.__name__}Of{own.__name__}")
 
 
@@ -97,6 +99,22 @@ class ArrivingParameter(torch.nn.Parameter):
     def __format__(self, spec: str) -> str:
         _wait_for_values(self)
         return format(self, spec)
+
+
+class ArrivingDTensor(ArrivingParameter):
+    """The methods by which a DTensor hands out what is inside, where ``__torch_function__`` is not asked."""
+
+    def to_local(self, **keywords: Any) -> Any:
+        _wait_for_values(self)
+        return self.to_local(**keywords)
+
+    def full_tensor(self, **keywords: Any) -> Any:
+        _wait_for_values(self)
+        return self.full_tensor(**keywords)
+
+    def redistribute(self, *arguments: Any, **keywords: Any) -> Any:
+        _wait_for_values(self)
+        return self.redistribute(*arguments, **keywords)
 
 
 class ExactParameter(AnswersInFp32, ArrivingParameter):
