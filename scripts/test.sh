@@ -29,7 +29,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 pins = dict(line.strip().split("==") for line in open(sys.argv[1]) if "==" in line and not line.startswith("#"))
 try:
-    sys.exit(any(version(name) != pins[name] for name in ("transformers", "accelerate", "lightning")))
+    names = ("transformers", "accelerate", "lightning", "peft", "bitsandbytes", "torchao")
+    sys.exit(any(version(name) != pins[name] for name in names))
 except PackageNotFoundError:
     sys.exit(1)
 EOF

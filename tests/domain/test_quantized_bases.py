@@ -315,5 +315,5 @@ def cases() -> Iterator[Any]:
 def test_a_quantized_base_is_sharded(ranks: Pool, kind: str, world: int, tmp_path: Path) -> None:
     package = kind.split()[0]
     if package in ("bitsandbytes", "torchao") and util.find_spec(package) is None:
-        pytest.skip(f"pip install {package}")
+        pytest.skip("pip install .[frameworks]")
     ranks.run(trains, kind, str(tmp_path), world=world)

@@ -18,7 +18,7 @@ from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.training import apart
 
-pytest.importorskip("peft", reason="pip install peft")
+pytest.importorskip("peft", reason="needs the extra 'frameworks': pip install .[frameworks]")
 
 STEPS = 3
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -168,7 +168,7 @@ def qlora(path: str) -> None:
     assert len(wanted) == 14 and all(raw(found[f"{name}.weight"]) == raw(each) for name, each in wanted.items())
 
 
-@pytest.mark.skipif(util.find_spec("bitsandbytes") is None, reason="pip install bitsandbytes")
+@pytest.mark.skipif(util.find_spec("bitsandbytes") is None, reason="pip install .[frameworks]")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_qlora(ranks: Pool, world: int, tmp_path: Path) -> None:
     ranks.run(qlora, str(tmp_path), world=world)
