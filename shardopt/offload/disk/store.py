@@ -203,18 +203,27 @@ class DiskStore(Store):
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         moving = [chunk for chunk in chunks if chunk.names]
         self._first = self._first or [_segments_of(chunk) for chunk in moving[:SLOTS]]
-        self._jobs = {chunk: self._job_of(chunk) for chunk in moving}
+        taken = self._take_ahead(moving)
+        self._jobs = {}
+        for number, chunk in enumerate(moving):
+            parts = _segments_of(chunk)
+            job = taken[number] if number < len(taken) else self._job(parts)
+            named = zip(chunk.names, parts, strict=True)
+            job.writes = [_nothing if name in chunk.unwritten else self.segments.writer(part) for name, part in named]
+            self._jobs[chunk] = job
         self.drop_ahead()
         self.pipeline.prefetch(list(self._jobs.values()))
 
-    def _job_of(self, chunk: Chunk) -> ChunkJob:
-        parts = _segments_of(chunk)
-        job = self._ahead.get(parts)
-        if job is None or not self.pipeline.take(job):
-            job = self._job(parts)
-        named = zip(chunk.names, parts, strict=True)
-        job.writes = [_nothing if name in chunk.unwritten else self.segments.writer(part) for name, part in named]
-        return job
+    def _take_ahead(self, chunks: Sequence[Chunk]) -> list[ChunkJob]:
+        """Returns the jobs of the first chunks that were begun ahead, up to one that was not."""
+        taken: list[ChunkJob] = []
+        for chunk in chunks:
+            job = self._ahead.get(_segments_of(chunk))
+            # Behind a chunk that is not there yet a job would hold the slot that this chunk needs, for ever.
+            if job is None or not self.pipeline.take(job):
+                break
+            taken.append(job)
+        return taken
 
     def _job(self, parts: Sequence[Segment]) -> ChunkJob:
         # The newest values: a step may take several passes, which read what the passes before them wrote.
