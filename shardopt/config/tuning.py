@@ -106,7 +106,7 @@ class Tuning:
             error on all ranks, after which the training restarts from a checkpoint.
         compress_from: elements of a param (all of it, not of a shard) from which on ``state_format`` holds; smaller
             ones keep their states in fp32: biases and norms weigh little and matter much.
-        seed: of stochastic rounding.
+        seed: of stochastic rounding, and of noise that is drawn for a gradient or a state that is a part.
         compare_masters: of low-precision params with fp32 masters: an update compares each master with its param, and a
             param that something else wrote counts. False: only what moved a version counter does, or what reads or
             saves masters finds; other writes, through ``param.data``, are undone by the next step. See
@@ -192,7 +192,7 @@ class Tuning:
     compress_from: int = option(
         4096, "elements of a param from which on `state_format` holds; smaller ones keep fp32", partial(whole, least=0)
     )
-    seed: int = option(0, "of stochastic rounding", partial(whole, least=-(2**63)))
+    seed: int = option(0, "of stochastic rounding, and of noise of gradients", partial(whole, least=-(2**63)))
     compare_masters: bool = option(
         True,
         "an update compares fp32 masters with their params ([what is lost without](what-you-hold.md#params))",

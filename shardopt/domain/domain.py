@@ -277,6 +277,16 @@ class Domain:
         """Returns the number of a record, the same on all ranks."""
         return self.shards.index(entry.shard) << 32 | entry.index
 
+    def draw(self, entry: ParamRecord) -> str:
+        """Returns the name of the next noise for a param: the same on all ranks that draw alike, and after a resume.
+
+        Experts, and slices of DTensors, draw other noise than each other.
+        """
+        step, count = entry.drawn
+        entry.drawn = entry.step, count + 1 if step == entry.step else 0
+        seed, number = self.options.tuning.seed, self.slice_numbers.get(entry.param, 0)
+        return f"{entry.drawn[1]} of step {entry.step} and {entry.name}, seed {seed}, slice {number}"
+
     def count_step(self) -> None:
         """Counts a step that all ranks agreed on, with what scripts had written before it."""
         self.steps_agreed += 1

@@ -66,6 +66,7 @@ class ParamRecord:
             as a state dict or a save may hold them.
         begins_average: True if the average of the weights starts with the weights that the next step finds.
         gradient_slice: this rank's slice of the reduced gradient, if the module was handed over.
+        drawn: the step in which noise was last drawn for this param, and the number of the draw in it.
         shape: of the whole param, of which a DTensor's ``param`` is a slice.
     """
 
@@ -83,6 +84,7 @@ class ParamRecord:
     has_state: bool = False
     begins_average: bool = False
     gradient_slice: GradientSlice | None = None
+    drawn: tuple[int, int] = (0, -1)
     shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,7 +172,7 @@ class Backward(RoundGradients):
         others = (gather, GradientFetch(domain, shard, index)) if domain.mesh.shard.size > 1 else (None, None)
         total = shard.gradient_sum.total[where.local]
         entry.gradient_slice = GradientSlice(total, where.start, place, receive, *others)
-        entry.gradient_slice.group = domain.mesh.world.group
+        entry.gradient_slice.group, entry.gradient_slice.draws = domain.mesh.world.group, partial(domain.draw, entry)
 
     def detach(self) -> None:
         """Removes all hooks: gradients are autograd's own again."""

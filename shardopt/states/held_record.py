@@ -260,6 +260,11 @@ class HeldElements(HeldRecord):
         state = (self._table.consolidated or {}).get(self._local)
         return None if state is None else state.tensors.get(self.name)
 
+    def draw(self) -> str:
+        """Returns the name of the next noise for the param."""
+        domain, entry = self._bound()
+        return domain.draw(entry)
+
     def gather(self) -> torch.Tensor:
         """Collective: returns the whole."""
         self._check()

@@ -18,16 +18,17 @@ from torch.utils._pytree import tree_leaves
 from .edits import fingerprint, told
 from .held import mapped
 from .later import Later
+from .noise import Noise, noise_of
 from .part import Part, is_cut_alike
 from .strides import flattened, in_storage_order
 
 _aten = torch.ops.aten
 
 _ALIKE = {_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like}
-_DRAWN = {_aten.rand_like, _aten.randn_like, _aten.randint_like}
 _NEW = {_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty}
 _COPYING = {_aten.clone, _aten._to_copy}
 _FILLING = {_aten.zero_, _aten.fill_, _aten.copy_}
+_BY_PART = {_aten.bernoulli.default, _aten.bernoulli.Tensor, _aten.bernoulli_.Tensor}  # with a probability each
 _ALIASING = {_aten.detach, _aten.alias}
 _MOST_WORDS = 160  # letters; of longer ones a hash is left
 
@@ -56,7 +57,7 @@ class PartResult(Part):
         """Makes a part that is cut as ``like``."""
         gather = like._gather_slices
         result = Part.__new__(cls, local, like.start, like, gather, gather_slices=gather)
-        result._made = made
+        result._made, result.draws = made, like.draws
         return result
 
     @property
@@ -89,18 +90,17 @@ def expression(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
     parts = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Part)]
     if packet in _NEW and len(parts) == 1:
         return function(torch.empty(0, dtype=parts[0].dtype, device=parts[0].device), *arguments[1:], **keywords)
+    if torch.Tag.nondeterministic_seeded in function.tags and isinstance(arguments[0], Part):
+        return _drawn(function, arguments, keywords)
     writes = any(each.alias_info is not None for each in function._schema.arguments)
     is_pointwise = torch.Tag.pointwise in function.tags
-    if not is_pointwise and packet not in (_FILLING if writes else _ALIKE | _DRAWN | _COPYING):
+    if not is_pointwise and packet not in (_FILLING if writes else _ALIKE | _COPYING):
         return None
     keywords = {name: value for name, value in keywords.items() if name != "memory_format"}
     arguments, keywords = mapped(arguments, Tensor, _plain), mapped(keywords, Tensor, _plain)
     if writes:
         return _written(function, arguments, keywords)
     like = max(parts, key=lambda part: part.dim())
-    if packet in _DRAWN:
-        whole = function(_empty(like), *arguments[1:], **keywords)
-        return PartResult(_slice(whole, like), like, Made(None, str(function)))
     local = _locally(like, arguments, keywords)
     if local is None:
         return None
@@ -113,6 +113,31 @@ def expression(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
         keywords.pop("device", None)
         return PartResult(own, like, Made(partial(_alike, function, form, arguments[1:], keywords), packet.__name__))
     return PartResult(own, like, _made(function, arguments, keywords, own.dtype))
+
+
+def _drawn(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    like, packet = arguments[0], function.overloadpacket
+    writes = any(each.alias_info is not None for each in function._schema.arguments)
+    if writes and not isinstance(like, PartResult):
+        return None
+    if packet is _aten.native_dropout:
+        kept = torch.rand_like(like) >= (arguments[1] if arguments[2] is not False else 0.0)
+        return like * kept / (1 - arguments[1]) if arguments[2] is not False else like.clone(), kept
+    if function in _BY_PART:
+        found: Tensor = torch.rand_like(like) < arguments[-1]
+        return like.copy_(found) if writes else found.to(like.dtype)
+    noise = noise_of(function, arguments, keywords, like)
+    if noise is None:
+        return None
+    result = noise_part(noise, like)
+    return like.copy_(result) if writes else result
+
+
+def noise_part(noise: Noise, like: Part) -> PartResult:
+    """Returns noise as a part that is cut as ``like``."""
+    own = noise.slice(like.start, like.elements().numel(), like.device)
+    later = partial(noise.whole, like.size(), like.stride(), torch.device("cpu"))
+    return PartResult(own, like, Made(later, noise.words))
 
 
 def scattered(part: Part) -> Tensor:
@@ -191,10 +216,6 @@ def _plain(tensor: Tensor) -> Tensor:
 def _slice(tensor: Tensor, like: Part) -> Tensor:
     whole = flattened(in_storage_order(tensor.detach().expand(like.size()), like.stride()))
     return whole[like.start : like.start + like.elements().numel()]
-
-
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
 
 
 def _alike(function: Any, form: tuple[Any, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:

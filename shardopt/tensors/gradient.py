@@ -155,6 +155,10 @@ class GradientPart(Part):
         return OfMoment(own.fetch, own.moment, own.copied(), *form, own.fetch.steps)
 
     @property
+    def draws(self) -> Callable[[], str] | None:  # type: ignore[override]
+        return self.gradient_slice.draws
+
+    @property
     def _gather_slices(self) -> Callable[[Tensor], Tensor] | None:  # type: ignore[override]
         return self.gradient_slice.gather
 
@@ -535,6 +539,13 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
             raise _unwritable(function)
         return found
     parts = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, Part)]
+    if torch.Tag.nondeterministic_seeded in function.tags and arguments[0] is parts[0]:
+        from .noise import noise_of
+
+        if parts[0].gradient_slice.gather is None:
+            noise = noise_of(function, arguments, keywords, parts[0])
+            if noise is not None:
+                return noise.whole(parts[0].size(), parts[0].stride(), parts[0].device)
     if not any(isinstance(part, GradientPart) and part.gradient_slice.gather is None for part in parts):
         if function is aten.add.Tensor and len(parts) == 1 and torch._C._current_graph_task_id() >= 0:
             raise refusal(function)  # a backward that keeps its graph adds a rank's own gradient so
@@ -573,6 +584,13 @@ def _unwritable(function: Any) -> StateError:
         f"{function} would change a gradient that is sharded over ranks, in backward or by elements that this rank "
         "lacks. After backward, functions by elements change it: mul_, add_, clamp_, copy_, a mask, an index."
     )
+
+
+def _dropout(_: Any, part: GradientPart, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not training:
+        return part
+    found = part * (torch.rand_like(part) >= p) / (1 - p)
+    return part.copy_(found) if inplace else found
 
 
 def _to_host(function: Any, part: GradientPart, *arguments: Any, **keywords: Any) -> Any:
@@ -632,6 +650,7 @@ _EARLY: dict[Any, Callable[..., Any]] = {
     torch._foreach_mul_: _IN_LISTS["mul_"][0],
     torch._foreach_div_: _IN_LISTS["div_"][0],
     Tensor.mul_: _multiply,
+    torch.nn.functional.dropout: _dropout,
 }
 
 # As torch does for DTensors: else its clipping takes the way of one call for each gradient.

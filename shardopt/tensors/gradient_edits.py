@@ -24,11 +24,12 @@ from .strides import flattened, in_storage_order
 aten = torch.ops.aten
 
 _SIMPLE = {aten.copy_, aten.fill_, aten.masked_fill_}
-# By elements, but not at the places of the arguments' elements, or with numbers that are drawn for the whole.
+# By elements, but not at the places of the arguments' elements, or with numbers that a generator draws for the whole.
 _BY_PLACE = {
     *(aten.index_put_, aten._index_put_impl_, aten.index_fill_, aten.index_copy_, aten.index_add_, aten.put_),
     *(aten.masked_scatter_, aten.scatter_, aten.scatter_add_, aten.fill_diagonal_, aten.tril_, aten.triu_),
     *(aten.uniform_, aten.normal_, aten.random_, aten.bernoulli_, aten.exponential_, aten.log_normal_, aten.cauchy_),
+    aten.geometric_,
 }
 
 
@@ -49,6 +50,10 @@ def edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
     part = named[names[0]]
     if len(names) > 1 or not isinstance(part, Part):
         return NotImplemented
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        noise = _noise(function, part, arguments, keywords)
+        if noise is not None:
+            return _edit_slice(aten.copy_.default, part, (part, noise), {})
     if _is_by_element(function):
         return _edit_slice(function, part, arguments, keywords)
     if function.overloadpacket in _BY_PLACE:
@@ -56,6 +61,18 @@ def edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         edit_whole(part, str(function), lambda whole, *its, **named: function(whole, *its, **named), rest, keywords)
         return part
     return NotImplemented
+
+
+def _noise(function: Any, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
+    """Returns what a function draws by element; None if a generator draws it, or torch for the whole."""
+    from .expressions import noise_part
+    from .noise import noise_of
+
+    if function is aten.bernoulli_.Tensor:
+        drawn: Tensor = torch.rand_like(part) < arguments[1]
+        return drawn.to(part.dtype)
+    found = noise_of(function, arguments, keywords, part)
+    return None if found is None else noise_part(found, part)
 
 
 def _edit_slice(function: Any, part: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from .expressions import expression, scattered
+from .expressions import expression, noise_part, scattered
 from .fetched_view import by_name, makes_views, written_by
 from .held import HeldTensor, Source, mapped, view_of, write_to
+from .noise import noise_of
 from .part import Part, is_cut_alike
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class SliceSource(Source, Protocol):
 
     def fetch(self) -> Callable[[], torch.Tensor]:
         """Returns what reads the whole as it is now, from this rank alone."""
+
+    def draw(self) -> str:
+        """Returns the name of the next noise for the param."""
 
     def gather(self) -> torch.Tensor:
         """Collective: returns the whole."""
@@ -86,6 +90,10 @@ class HeldPart(Part):
 
     def _gather(self, _: torch.Tensor) -> torch.Tensor:
         return self._source.gather()
+
+    @property
+    def draws(self) -> Callable[[], str] | None:  # type: ignore[override]
+        return self._source.draw
 
     @property
     def _gather_slices(self) -> Callable[[torch.Tensor], torch.Tensor]:  # type: ignore[override]
@@ -155,6 +163,10 @@ class HeldPart(Part):
         """Calls a function on views of the wholes, and returns the parts in place of these views."""
         views: dict[int, HeldPart] = {}
         target = written[0]
+        if torch.Tag.nondeterministic_seeded in function.tags and target is arguments[0]:
+            noise = noise_of(function, arguments, keywords, target)
+            if noise is not None:
+                return target.copy_(noise_part(noise, target))
         takes_slices = len(written) == 1 and _takes_slices(function, arguments)
 
         def view(part: Part) -> torch.Tensor:

@@ -46,11 +46,13 @@ class Part(Guarded, torch.Tensor):
         words: what the values are, equal on ranks that hold slices of one whole.
         fingerprint: 0-d int64, of the whole tensors that they were made of; None if there were none.
         is_shown: it shows what lies elsewhere, which a write reaches.
+        draws: names the next noise that is drawn like this part; None if nobody counts.
     """
 
     words: str = "part"
     fingerprint: torch.Tensor | None = None
     is_shown = False
+    draws: Callable[[], str] | None = None
 
     start: int
     _local: torch.Tensor

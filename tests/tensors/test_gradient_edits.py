@@ -1,15 +1,20 @@
 """What people do to ``param.grad`` between backward and step: the step is that of the whole gradient, so edited."""
 
+import hashlib
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from shardopt import DisagreementError, ShardedAdamW, StateError
+from shardopt import DisagreementError, Part, ShardedAdamW, StateError
+from shardopt.tensors.noise import Noise
 from tests.support.comparing import raw
+from tests.support.number_formats import hashed
 from tests.support.ranks import Pool
 from tests.support.training import raises
 
@@ -17,11 +22,6 @@ from .test_gradient_questions import OTHER, W, backward, model_of, started
 
 MASK = OTHER.sin().mul(40).sin() > 0
 NOISE = torch.randn(W, W, generator=torch.Generator().manual_seed(3))
-
-
-def noisy(grad: Any) -> None:
-    torch.manual_seed(5)
-    grad.add_(torch.randn_like(grad), alpha=0.1)
 
 
 def index(grad: Any) -> None:
@@ -55,7 +55,6 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "a mask of numbers": lambda g: g.mul_(MASK.float()).add_(OTHER),
     "filled": lambda g: g.masked_fill_(MASK, 0.5),
     "noise": lambda g: g.add_(NOISE, alpha=0.3),
-    "noise like it": noisy,
     "itself": lambda g: g.mul_(g).add_(g),
     "a copy of it": lambda g: g.add_(g.clone(), alpha=2),
     "an expression of it": lambda g: g.sub_(g * 0.25),
@@ -206,6 +205,81 @@ def combined(stage: int) -> None:
 def test_gradients_of_two_backwards(ranks: Pool) -> None:
     for world, stage in ((1, 2), (2, 1), (3, 3)):
         ranks.run(combined, stage, world=world)
+
+
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "rand_like": lambda g: torch.rand_like(g),
+    "randn_like": lambda g: torch.randn_like(g),
+    "in bf16": lambda g: torch.randn_like(g, dtype=torch.bfloat16).float(),
+    "added": lambda g: torch.zeros_like(g).add_(torch.randn_like(g) * 0.1 + 1),
+    "integers": lambda g: torch.randint_like(g, 3, 1000),
+    "dropout": lambda g: (torch.nn.functional.dropout(g, 0.25) != 0).float(),
+    "normal_": lambda g: g.normal_(2, 3),
+    "uniform_": lambda g: g.uniform_(-1, 4),
+    "bernoulli_": lambda g: g.bernoulli_(0.25).add_(g.bernoulli_(OTHER.abs())),
+    "exponential_": lambda g: g.exponential_(2.0),
+    "random_": lambda g: g.random_(5, 10_000),
+    "noise added": lambda g: g.zero_().add_(torch.randn_like(g), alpha=0.1),
+    "of a result": lambda g: torch.bernoulli(torch.full_like(g, 0.3)) + torch.zeros_like(g).bernoulli_(0.5),
+}
+# The mean and the standard deviation of each, of the whole.
+OF_NOISE = {
+    "rand_like": (0.5, 0.289),
+    "randn_like": (0, 1),
+    "in bf16": (0, 1),
+    "added": (1, 0.1),
+    "dropout": (0.75, 0.433),
+    "normal_": (2, 3),
+    "uniform_": (1.5, 1.443),
+    "exponential_": (0.5, 0.5),
+    "noise added": (0, 0.1),
+}
+
+
+def noises(stage: int, neighbours: bool) -> dict[str, bytes]:
+    """Each rank draws its slice of one noise, wherever its own generator is."""
+    model, opt = started(stage, neighbours)
+    torch.manual_seed(dist.get_rank())
+    found = {}
+    for number in (0, 2):
+        grad: Any = model[number].weight.grad
+        for name, way in DRAWN.items():
+            made = way(grad)
+            drawn = made.full_tensor() if isinstance(made, Part) else made
+            assert not isinstance(made, Part) or raw(made.read_whole()) == raw(drawn), name
+            if name in OF_NOISE:
+                mean, deviation = OF_NOISE[name]
+                assert abs(drawn.mean() - mean) < 5 * deviation / W, (name, drawn.mean())
+                assert abs(drawn.std() - deviation) < 0.15 * deviation, (name, drawn.std())
+            if name != "of a result" or grad.gradient_slice.gather is not None:  # else it is a plain tensor's
+                found[f"{name} {number}"] = raw(drawn)
+    assert len({*found.values()}) == len(found)
+    opt.step()
+    if dist.get_world_size() > 1:
+        opt.zero_grad()
+        backward(model, 1)
+        grad = model[2].weight.grad
+        torch.rand_like(grad if dist.get_rank() else OTHER)
+        grad.add_(torch.randn_like(grad))
+        with raises(DisagreementError, "changes in place of gradients", "randn_like {} of draw"):
+            opt.step()
+    opt.close()
+    return found
+
+
+def test_noise(ranks: Pool) -> None:
+    settings = ((1, 2, True), (1, 0, True), (2, 1, False), (2, 3, True), (3, 2, False))
+    found = [each for world, *its in settings for each in ranks.run(noises, *its, world=world)]
+    assert len(found[0]) == 2 * len(DRAWN) - 2
+    for each in found:
+        assert not [name for name in each if each[name] != found[-1][name]]
+
+
+def test_noise_is_that_of_stochastic_rounding() -> None:
+    noise = Noise(torch.ops.aten.random_, {"to": 2**32}, "", "a key", torch.int64)
+    keys = struct.unpack("<ii", hashlib.blake2b(b"a key", digest_size=8).digest())
+    expected = hashed(np.arange(250, 300), *keys, 0)
+    assert noise.slice(250, 50, torch.device("cpu")).tolist() == expected.tolist()
 
 
 def apart(stage: int) -> None:
