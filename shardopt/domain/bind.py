@@ -147,13 +147,8 @@ def _num_staying(domain: Domain, plan: Sequence[PlannedBucket]) -> int:
 def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candidate]) -> None:
     """Raises BindingError for problems that this rank can find alone. Changes nothing."""
     device, options = domain.device if domain.shards else candidates[0][1].device, domain.options
-    check_offload(options.offload_options, device, domain.mesh.replicate.size)
-    if options.release_gradients and options.offload_options is not None and device.type != "cpu":
-        raise BindingError(
-            f"omit release_gradients or offload: release_gradients=True was given with offload={options.offload!r} "
-            f"and params on {device}: "
-            "states would come and go for one bucket after the other in mid-backward, which no test covers."
-        )
+    copies, in_backward = domain.mesh.replicate.size, options.release_gradients
+    check_offload(options.offload_options, device, copies, in_backward)
     if isinstance(options.reduce_dtype, str) and domain.mesh.is_hybrid:
         raise BindingError(
             f"omit reduce_dtype={options.reduce_dtype!r}, or give a process_group of one dimension: over a 2D mesh "

@@ -32,7 +32,7 @@ from .overlapped_gather import OverlappedGather
 from .param import named_params
 from .param_names import name_of
 from .remote_states import Fetch
-from .tiers import make_near_store, make_store, offloads_params
+from .tiers import for_updates, make_near_store, make_store, offloads_params
 from .timings import Clock
 
 if TYPE_CHECKING:
@@ -431,7 +431,8 @@ class Domain:
         """Returns ``store``, or ``near`` for states that stay; params of this device may be the first to be bound."""
         offload = self.options.offload_options
         if self._store is None:
-            self._store = make_store(offload, self.options.tuning, device, self.kept)
+            rests = for_updates(offload, device, self.options.release_gradients)
+            self._store = make_store(rests, self.options.tuning, device, self.kept)
         if stays and self.near is None:
             assert offload is not None
             self.near = make_near_store(offload, device, self._store)

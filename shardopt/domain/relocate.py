@@ -13,7 +13,7 @@ from ..offload.host import HostStorage
 from ..offload.store import ResidentStorage
 from ..partition.memory import return_free_pages
 from .agreement import agreed
-from .tiers import check_offload, make_near_store, make_store, tier_of
+from .tiers import check_offload, for_updates, make_near_store, make_store, tier_of
 
 if TYPE_CHECKING:
     from ..config import Offload
@@ -43,7 +43,7 @@ def move_states(domains: Sequence[Domain], to: Offload | None) -> bool:
 
     def open_store() -> Store:
         check_offload(rests, device)
-        return make_store(rests, tuning, device, domain.kept)
+        return make_store(for_updates(rests, device, domain.options.release_gradients), tuning, device, domain.kept)
 
     open_near = partial(make_near_store, rests, device) if to is None and rests is not None else None
     relocate(domain, tier_of(rests), open_store, open_near)

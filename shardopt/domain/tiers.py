@@ -7,6 +7,7 @@ planner has a list of its own (``tools/ways.py``): the tiers that it has numbers
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,15 @@ def make_store(offload: Offload | None, tuning: Tuning, device: torch.device, ke
     if device.type == "cpu":
         return _cpu_store(offload, tuning)
     return _gpu_store(device, CopyStreams(device), offload, tuning, kept or Kept())
+
+
+def for_updates(offload: Offload | None, device: torch.device, in_backward: bool) -> Offload | None:
+    """Returns where states rest and how they are updated, of updates that may be made in backward.
+
+    Those run on a GPU: a backward would wait for a CPU, bucket after bucket.
+    """
+    is_free = offload is not None and offload.directory is None and offload.step == "auto"
+    return replace(offload, step="gpu") if offload and is_free and in_backward and device.type != "cpu" else offload
 
 
 def make_near_store(offload: Offload, device: torch.device, beside: Store) -> Store:
@@ -111,11 +121,12 @@ def offloads_params(offload: Offload | None, device: torch.device) -> bool:
     return offload.params != "cpu" or device.type != "cpu"
 
 
-def check_offload(offload: Offload | None, device: torch.device, copies: int = 1) -> None:
+def check_offload(offload: Offload | None, device: torch.device, copies: int = 1, in_backward: bool = False) -> None:
     """Raises BindingError if states of params on this device cannot be offloaded like this.
 
     Args:
         copies: of the states: more than one on a mesh of (replicate, shard).
+        in_backward: buckets are updated in backward (``release_gradients``).
     """
     if offload is None:
         return
@@ -123,6 +134,9 @@ def check_offload(offload: Offload | None, device: torch.device, copies: int = 1
     if device.type == "cpu":
         if offload.step == "gpu":
             call, wrong = "omit step=, or move the model to a GPU", "step='gpu' has none to run on"
+    elif in_backward and (offload.directory is not None or offload.step == "cpu"):
+        call = "give offload=Offload(step='gpu'), or omit release_gradients or offload"
+        wrong = "buckets are updated in backward, which would wait for the CPU that updates them, one after the other"
     elif offload.directory is not None and offload.step == "gpu":
         call, wrong = "omit step=, or give states='cpu'", "what is read from a disk is updated by the CPU"
     elif offload.gradients is not None and copies > 1:

@@ -67,7 +67,7 @@ class Gradients:
         moved = torch.tensor([[start * itemsize, -start]], dtype=torch.int64)
         row_of_block = blocks_of(self.row_of_block, start, stop)
         # A param that ends before the part gets an end of 0 or less, and so does a skipped one: kernels pass over both.
-        return Gradients(row_of_block, self.rows + moved, self.aligned)
+        return Gradients(row_of_block, self.rows + sent(moved, self.rows.device), self.aligned)
 
     def only(self, blocks: torch.Tensor) -> "Gradients":
         """Returns the table with all other blocks skipped; ``blocks`` is 1D [num_blocks] bool, in host memory."""

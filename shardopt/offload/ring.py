@@ -6,12 +6,12 @@
     slot 1           | load 1   | update 1 | store 1 | ...       copies to the device, kernels, copies to the host
     slot 2                      | load 2   | update 2 | ...
 
-A slot is a staging buffer. A chunk is loaded into a slot after the copy that stores the slot's last chunk. The first
-load of a step waits for the last store of the step before, which may be of the same host memory.
+A slot is a staging buffer. A chunk is loaded into the slot that was used longest ago, after the copy that stores the
+slot's last chunk, and after the last store of its own memory on the host.
 
-The first chunks of a step are those of the step before, as a rule. So a step loads them again when it ends: they
-arrive while the next forward and backward run, and the next step finds them in its slots. What others may have written
-to meanwhile is loaded anew.
+The first chunks of a pass are those of the step before, as a rule. So a pass that ends loads those of the next one,
+and the last pass those of the next step: they arrive while the next forward and backward run. Where backward updates
+one bucket after the other, each is a pass. What others may have written to meanwhile is loaded anew.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from .store import Chunk, ShardStorage
     from .streams import CopyStreams, Mark
 
-SLOTS = 3  # one that is loaded, one that is updated, one that is stored
+# One that is loaded, one that is updated, one that is stored, and one more for a backward that updates: where its own
+# kernels come in between, either direction of the bus would stand still while the other one is busy (test_timeline).
+SLOTS = 4
 
 
 class RingStore(Store):
@@ -42,14 +44,18 @@ class RingStore(Store):
 
     def __init__(self, device: torch.device, streams: CopyStreams, host: HostStore):
         self._device, self._streams, self._host = device, streams, host
-        self._slots: list[Slot] = []
+        self._slots: list[_Slot] = []  # the one that was used longest ago first
         self._slot_bytes = 0
         self.loads_ahead = True  # False while steps are measured: the next one must not find what this one loaded
-        self._passes = self._passes_before = 1  # of this step so far, and of the step before: as most rules have
-        self._first: list[_Place] = []  # of the chunks of this step's first pass, as many as there are slots
-        self._ahead: list[_LoadedAhead] = []  # in the slots, for the next step
+        # Of each pass of this step so far, and of the step before, the first chunks, as many as there are slots.
+        self._firsts: list[list[_Place]] = []
+        self._firsts_before: list[list[_Place]] = []
+        self._ahead: list[_LoadedAhead] = []  # in the slots, for the next pass
+        self._num_stored = 0
+        # Start of a chunk -> the number and the mark of the last copy to its memory on the host.
+        self._stores: weakref.WeakKeyDictionary[ShardStorage, dict[int, tuple[int, Mark]]] = weakref.WeakKeyDictionary()
         self._waiting: deque[Chunk] = deque()
-        self._staged: dict[Chunk, Slot] = {}  # that a chunk's streams and gradients are loaded into
+        self._staged: dict[Chunk, _Slot] = {}  # that a chunk's streams and gradients are loaded into
         self._stored: Mark = None  # after the last copy to the host; None once the host has waited for it
         self._read: Mark = None  # after the last copy of gradients to the device, likewise
         # Weak: a cycle would keep slots alive, and pages registered whose memory is gone.
@@ -68,38 +74,47 @@ class RingStore(Store):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        self._passes_before, self._passes = self._passes, 0
+        self._firsts_before, self._firsts = self._firsts, []
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         self._staged = {}
         moving = [chunk for chunk in chunks if _moves(chunk)]
         self._waiting = deque(moving)
-        if not self._passes:
-            # No chunks: these refer to gradients, which live no longer than the step.
-            self._first = [_place_of(chunk) for chunk in moving[:SLOTS] if chunk.names]
-        self._passes += 1
-        used = set(self._slots)
+        # No chunks: these refer to gradients, which live no longer than the step.
+        self._firsts.append([_place_of(chunk) for chunk in moving[:SLOTS] if chunk.names])
+        if not moving:
+            return  # what is loaded ahead is for a pass that has some
         self._make_slots()
         ahead, self._ahead = {each.slot: each for each in self._ahead}, []
-        for slot in self._slots:
+        for slot in [*ahead, *(each for each in self._slots if each not in ahead)]:
             found = ahead.get(slot)
-            if found is not None and self._waiting and found.is_still(self._waiting[0]):
-                self._load(slot, has_streams=True)
-                continue
-            if self._stored is not None and slot in used:  # the memory of others may still be used by kernels
-                # Another slot's last copy may be later than its own, and of the same host memory.
-                slot.mark = self._stored
-            self._load(slot)
+            self._load(slot, found is not None and bool(self._waiting) and found.is_still(self._waiting[0]))
 
     def _load_ahead(self) -> None:
-        """Loads the first chunks of this step again, for the next one."""
-        for slot, place in zip(self._slots, self._first, strict=False):
+        """Loads the first chunks of the next pass: of this step, as the step before had them, or of the next step."""
+        following = (*self._firsts_before[len(self._firsts) :], *self._firsts)
+        for slot, place in zip(list(self._slots), next(filter(None, following), ()), strict=False):
             home, start, stop, names = place
             if not home.is_shown:
                 on_host = [home.view(name, start, stop) for name in names]
-                after = slot.mark if self._stored is None else self._stored
-                slot.mark = self._streams.to_device([*zip(slot.stage(on_host), on_host, strict=True)], after)
+                copies = [*zip(slot.stage(on_host), on_host, strict=True)]
+                slot.mark = self._streams.to_device(copies, self._last_use(slot, home, start))
                 self._ahead.append(_LoadedAhead(slot, place, home.revision))
+                self._was_used(slot)
+
+    def _last_use(self, slot: _Slot, home: ShardStorage, start: int) -> Mark:
+        """Returns the mark after all uses so far of a slot, and of a chunk's memory on the host."""
+        number, stored = self._stores.get(home, {}).get(start, (0, None))
+        if number <= slot.number:
+            return slot.mark  # copies to the host run in order
+        if not slot.number:
+            # Its memory may be another's that kernels still use, and no copy of its own has waited for them.
+            self._streams.to_device([], slot.mark)
+        return stored
+
+    def _was_used(self, slot: _Slot) -> None:
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
     def _make_slots(self) -> None:
         nbytes = max((Slot.nbytes([*views_of(chunk), *chunk.gradients]) for chunk in self._waiting), default=0)
@@ -107,20 +122,23 @@ class RingStore(Store):
             self.wait_for_copies()  # the allocator knows the kernels that still use the old slots, but not the copies
             self._ahead = []
             self._slots, self._slot_bytes = [], nbytes
-        while len(self._slots) < min(SLOTS, len(self._waiting)):
+        chunks = {place[:2] for of_pass in self._firsts for place in of_pass}  # each pass may have a single one
+        while len(self._slots) < min(SLOTS, max(len(chunks), len(self._waiting))):
             # The allocator may hand out memory that kernels launched so far still use: the first copy waits for them.
             memory = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
-            self._slots.append(Slot(memory, self._streams.now()))
+            self._slots.append(_Slot(memory, self._streams.now()))
 
-    def _load(self, slot: Slot, has_streams: bool = False) -> None:
+    def _load(self, slot: _Slot, has_streams: bool = False) -> None:
         """Loads the next chunk into a slot, or its gradients alone."""
         if self._waiting:
             chunk = self._waiting.popleft()
             self._staged[chunk], on_host = slot, [*views_of(chunk), *chunk.gradients]
             copies = [*zip(slot.stage(on_host), on_host, strict=True)][len(chunk.names) if has_streams else 0 :]
             if copies:
-                slot.mark = self._streams.to_device(copies, slot.mark)
+                after = slot.mark if has_streams else self._last_use(slot, chunk.home, chunk.start)
+                slot.mark = self._streams.to_device(copies, after)
             self._read = slot.mark if chunk.gradients else self._read
+            self._was_used(slot)
 
     def fetch(self, chunk: Chunk) -> Fetched:
         if not _moves(chunk):
@@ -135,6 +153,9 @@ class RingStore(Store):
             pairs = zip(chunk.names, views_of(chunk), slot.staged, strict=False)  # without the gradients
             copies = [(on_host, staged) for name, on_host, staged in pairs if name not in chunk.unwritten]
             slot.mark = self._stored = self._streams.to_host(copies, self._streams.now())
+            self._num_stored += 1
+            slot.number = self._num_stored
+            self._stores.setdefault(chunk.home, {})[chunk.start] = slot.number, slot.mark
             self._load(slot)
 
     def flush(self) -> None:
@@ -142,7 +163,7 @@ class RingStore(Store):
         if self._read is not None:
             self._streams.synchronize(self._read)
             self._read = None
-        if self.loads_ahead and self._passes == self._passes_before:
+        if self.loads_ahead and not self._ahead:
             self._load_ahead()
 
     def wait_for_copies(self) -> None:
@@ -169,7 +190,8 @@ class RingStore(Store):
         """Frees all buffers. The next step makes those that it needs."""
         self.wait_for_copies()
         self._slots, self._slot_bytes, self._staged = [], 0, {}
-        self._first, self._ahead = [], []
+        self._firsts, self._firsts_before, self._ahead = [], [], []
+        self._stores.clear()
 
     def close(self) -> None:
         self.free_buffers()
@@ -187,6 +209,16 @@ def _if_alive(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
+class _Slot(Slot):
+    """A staging buffer.
+
+    Attributes:
+        number: of the last copy to the host of what lay in it; 0: none yet.
+    """
+
+    number = 0
+
+
 class _Place(NamedTuple):
     """Where the streams of a chunk lie."""
 
@@ -197,9 +229,9 @@ class _Place(NamedTuple):
 
 
 class _LoadedAhead(NamedTuple):
-    """A chunk that the next step will find in a slot, unless its home changed meanwhile."""
+    """A chunk that the next pass will find in a slot, unless its home changed meanwhile."""
 
-    slot: Slot
+    slot: _Slot
     place: _Place
     revision: int  # of its home
 

@@ -191,11 +191,11 @@ class UpdateInBackward(Backward):
 
     def _prepare(self) -> _OpenStep:
         domain, (groups, defaults, whole, planner) = self._domain, self._begin()
-        if domain.device.type != "cpu" and domain.store.tier != "device":
+        if domain.device.type != "cpu" and any(shard.home.updates_on_host for shard in domain.shards):
             raise ShardoptError(
                 "call reload() on every rank before a backward with release_gradients=True: masters and states are "
-                f"offloaded ({domain.store.tier}) and params are on {domain.device}, where updates are made together "
-                "and not bucket by bucket."
+                f"offloaded ({domain.store.tier}) to where the CPU updates them, and the backward on {domain.device} "
+                "would wait for it, bucket after bucket."
             )
         numbers = [plain_numbers(group) for group in groups]
         check_numbers(numbers, defaults)

@@ -113,11 +113,11 @@ def possible(way: Way) -> Way:
     """Returns the way without combinations that binding refuses.
 
     Only bf16 params have masters of other formats than fp32, and sums of gradients in bf16. Gradients are released with
-    the module, and with states on the device (binding refuses other tiers for params on a GPU); released gradients have
-    no sums. Sums are offloaded at stage 2 and 3, together with states.
+    the module, and without a disk (which binding refuses for params on a GPU); released gradients have no sums. Sums
+    are offloaded at stage 2 and 3, together with states.
     """
     is_low = way.seen is torch.bfloat16
-    releases = way.release_gradients and way.has_module and way.tier == "device"
+    releases = way.release_gradients and way.has_module and way.tier != "disk"
     return replace(
         way,
         master=way.master if is_low and way.compute_dtype is None else "fp32",

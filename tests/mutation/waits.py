@@ -74,7 +74,7 @@ _CALLS = {
         "method",
     ),
 }
-_TAKERS = {"to_device": 1, "to_host": 1, "_copy": 2, "Slot": 1}  # call -> which argument is a mark
+_TAKERS = {"to_device": 1, "to_host": 1, "_copy": 2, "Slot": 1, "_Slot": 1}  # call -> which argument is a mark
 _KEPT = {"mark", "_stored", "_read", "_sent", "_to_device", "_to_host", "_gradients_made", "_written"}
 
 

@@ -53,9 +53,6 @@ _REASONS = {
         ("Ranks.begin_exchange", "self.wait(pending)"): "rows lie in host memory: no stream carries them",
     },
     "offload.ring": {
-        ("RingStore.prefetch", "slot.mark = self._stored"): (
-            "copies to the device run in order, and the first slot's own last copy is late enough in every scenario"
-        ),
         ("RingStore._make_slots", "self.wait_for_copies()"): "no scenario has a chunk that is longer than all before",
     },
     "offload.cpu_step": {

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardopt import BindingError, Offload, ShardedAdafactor, ShardedAdamW, ShardedLAMB, ShardedOptimizer, Tuning
-from shardopt.domain.tiers import check_offload
+from shardopt.domain.tiers import check_offload, for_updates
 from shardopt.kernels import pool
 from shardopt.offload.measured import MeasuredStore
 from shardopt.offload.pinned import Pages
@@ -334,6 +334,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             check_offload(offload, gpu)
     for offload in (Offload(tmp_path), Offload(step="cpu"), Offload(params="cpu"), Offload(tmp_path, params=tmp_path)):
         check_offload(offload, gpu)
+    for offload in (Offload(tmp_path), Offload(step="cpu")):
+        with pytest.raises(BindingError, match="which would wait for the CPU"):
+            check_offload(offload, gpu, in_backward=True)
+    check_offload(Offload(), gpu, in_backward=True)
+    ways = [
+        for_updates(Offload(), torch.device(device), released)
+        for device in ("cuda", "cpu")
+        for released in (True, False)
+    ]
+    assert [each and each.step for each in ways] == ["gpu", "auto", "auto", "auto"]
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The ring of slots that streams states through a device: on CPU tensors, with copies made early and late."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +18,12 @@ from shardopt.offload.ring import SLOTS, RingStore
 from shardopt.offload.store import Chunk, Plane
 from shardopt.offload.streams import CopyStreams
 from shardopt.partition.memory import zeros
+from shardopt.step.update_in_backward import UpdateInBackward
 from tests.offload.test_offload import CHUNK, advance, bits, make
 from tests.support.cases import CASES, Case
 from tests.support.late_copies import AsLateAsAllowed, AtOnce, as_on_a_gpu
+from tests.support.ranks import Pool
+from tests.support.training import raw
 
 
 def on_cpu(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -298,3 +301,93 @@ def test_the_first_copy_to_a_new_slot_waits_for_kernels() -> None:
     store.write_back(one)
     store.prefetch([one, other])
     assert waited_for == ["kernels", "stored", "kernels"]
+
+
+# -- buckets that are updated in backward ------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 48, 6  # of a bucket each: two chunks and a piece
+
+
+def stack() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16()
+
+
+def wrap(model: torch.nn.Module, **options: Any) -> ShardedAdamW:
+    tuning = Tuning(bucket_bytes=2 * WIDTH * WIDTH, chunk_bytes=4096, keep_below=0, compress_from=256, timeout=60)
+    return ShardedAdamW(model, lr=1e-2, tuning=tuning, **options)
+
+
+def backward(model: torch.nn.Module, step: int) -> None:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    x = torch.sin(torch.arange(4.0 * WIDTH) + 7 * step + 3 * rank).view(4, WIDTH).bfloat16()
+    model(x).float().square().mean().backward()
+
+
+def ends_of(copies: Any, **options: Any) -> list[bytes]:
+    """Params and states after some steps; in between states are loaded, and weights written."""
+    with nullcontext() if copies is None else as_on_a_gpu(copies):
+        model = stack()
+        optimizer = wrap(model, **options)
+        for step in range(6):
+            if step == 3:
+                optimizer.load_state_dict(optimizer.state_dict())
+            if step == 4:
+                with torch.no_grad(), optimizer.unsharded():
+                    model[2].weight.mul_(0.5)  # type: ignore[operator, union-attr]
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+        with optimizer.unsharded():
+            found = [raw(each) for each in (*model.parameters(), *states)]
+        optimizer.close()
+    return found
+
+
+def leave_the_same_bits(stages: Sequence[int]) -> None:
+    for stage in stages:
+        expected = ends_of(None, stage=stage)
+        rests = [Offload(step="gpu"), Offload(step="gpu", fraction=0.5)]
+        rests += [Offload(step="gpu", params="cpu")] if stage == 3 else []
+        for number, offload in enumerate(rests):
+            copies = (AsLateAsAllowed, AtOnce)[(stage + number) % 2]
+            assert ends_of(copies, stage=stage, offload=offload, release_gradients=True) == expected, (stage, offload)
+    if 2 in stages:
+        options = {"stage": 2, "state_format": "int8", "max_grad_norm": 0.01, "clip_by": "previous"}
+        expected = ends_of(None, **options)
+        assert ends_of(AsLateAsAllowed, **options, offload=Offload(step="gpu"), release_gradients=True) == expected
+
+
+@pytest.mark.parametrize(("world", "stages"), [(1, (0, 3)), (2, (1, 2, 3))])
+def test_buckets_that_are_updated_in_backward_leave_the_same_bits(
+    world: int, stages: Sequence[int], ranks: Pool
+) -> None:
+    ranks.run(leave_the_same_bits, stages, world=world)
+
+
+def test_a_bucket_finds_its_states_in_slots_when_its_sum_arrives_in_mid_backward() -> None:
+    numbered.clear()
+    events: list[Any] = []
+    use = UpdateInBackward._use
+
+    def noted(backward: Any, *given: Any) -> None:
+        events.append(("sum", numbered[0].asked, len(numbered[0].waits)))
+        use(backward, *given)
+
+    model = stack()
+    with as_on_a_gpu(Numbered), patch.object(UpdateInBackward, "_use", noted):
+        optimizer = wrap(model, stage=2, release_gradients=True, offload=Offload(step="gpu"))
+        for layer in model:
+            layer.weight.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+        for step in range(4):
+            events.clear()
+            backward(model, 2 * step)
+            waits = numbered[0].waits
+            optimizer.step()
+            optimizer.zero_grad()
+        sums = [each for each in events if each != "gradient"]
+        assert events.index(sums[0]) < events.index("gradient") + LAYERS / 2  # backward goes on meanwhile
+        assert len(sums) == LAYERS
+        assert [waits[first] < asked for _, asked, first in sums] == [True] * LAYERS
+        optimizer.close()

@@ -63,7 +63,9 @@ BUDGETS: dict[str, dict[str, Cost]] = {
         "step": Cost(),
     },
 }
+BUDGETS["stage 1, release_gradients, offloaded"] = BUDGETS["stage 1, release_gradients"]
 OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1, release_gradients, offloaded": {"release_gradients": True, "offload": "cpu"},
     "stage 2, max_grad_norm": {"max_grad_norm": 1e-3},
     "stage 1, release_gradients": {"release_gradients": True},
 }

@@ -24,6 +24,7 @@ TIERS: dict[str, Offload | None] = {
     "ring, gradients at rest": Offload(step="gpu", gradients="cpu"),
     "CPU step, gradients at rest": Offload(step="cpu", gradients="cpu"),
     "ring, params and gradients at rest": Offload(step="gpu", gradients="cpu", params="cpu"),
+    "ring, params at rest": Offload(step="gpu", params="cpu"),
     "CPU step, params at rest": Offload(step="cpu", params="cpu"),
 }
 
@@ -359,6 +360,10 @@ def scenarios() -> list[Scenario]:
         Scenario(3, again=True),
         Scenario(2, world=3),
         Scenario(0, way="once", world=1, options={"release_gradients": True}),
+        # Each bucket is a pass of the ring, in mid-backward.
+        *(Scenario(stage, "ring", way="once", options={"release_gradients": True}) for stage in (1, 3)),
+        Scenario(2, "ring", way="once", options={"release_gradients": True}, bucket_bytes=TWO, depth=9),
+        Scenario(3, "ring, params at rest", way="once", options={"release_gradients": True}),
         Scenario(1, world=1),
         *(Scenario(stage, way="once", overlaps=True) for stage in (1, 2)),
         Scenario(2, "ring", way="read", overlaps=True),
