@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..tensors.part import Part
 from .dtensors import is_dtensor, local_tensor, shown_as
+
+if TYPE_CHECKING:
+    from .shard import Shard
 
 _MODULE, _GATHERS = "torch.distributed.checkpoint.state_dict", "_gather_state_dict"
 
@@ -33,6 +36,38 @@ def take_parts_along() -> None:
     gather = getattr(module, _GATHERS, None)
     if gather is not None and not isinstance(gather, _WithParts):
         setattr(module, _GATHERS, _WithParts(gather))
+
+
+def part_of_param(
+    shard: Shard,
+    index: int,
+    name: str,
+    gather: Callable[[Shard, str], torch.Tensor],
+    gather_slices: Callable[[Shard, torch.Tensor, str], torch.Tensor],
+    fetch: Callable[[], torch.Tensor] | None,
+    write: Callable[[torch.Tensor], None],
+    is_alone: bool,
+) -> Part:
+    """Returns this rank's slice of a param as a part, with the shape of the param.
+
+    Args:
+        name: what the shard holds of the param.
+        gather, gather_slices: collective; return what all ranks hold of the shard, or pass as their slices of it.
+        fetch, write, is_alone: see :class:`Part`.
+    """
+
+    def gathered(_: torch.Tensor) -> torch.Tensor:
+        return shard.as_param(gather(shard, name), index).clone()
+
+    def gathered_slices(local: torch.Tensor) -> torch.Tensor:
+        own = torch.zeros(shard.numel, dtype=local.dtype, device=shard.device)
+        own[shard.slice_of(index).local] = local.to(shard.device)
+        flat = gather_slices(shard, own, "copies of params")
+        return shard.as_param(flat, index).to(local.device, copy=True)
+
+    take_parts_along()
+    start, like = shard.slice_of(index).start, shard.bucket.params[index]
+    return Part(shard.read(name, index), start, like, gathered, None, fetch, write, gathered_slices, is_alone)
 
 
 @dataclass(frozen=True)

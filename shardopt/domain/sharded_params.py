@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from ..tensors.part import Part
 from ..tensors.unsharded_guard import mark_sharded, mark_whole, refused_alone
 from ..units.unit import Unit
 from .dtensors import is_dtensor, local_tensor, placed_as, shown_as
-from .full_state_dict import take_parts_along
+from .full_state_dict import part_of_param
 from .shard import Shard
 
 if TYPE_CHECKING:
@@ -161,24 +162,9 @@ class ShardedParams:
         if param not in self._places:
             return with_inside(param, self.read)  # type: ignore[arg-type]
         shard, index = self._places[param]
-
-        def gather(_: torch.Tensor) -> torch.Tensor:
-            return shard.as_param(self._gather(shard, "param"), index).clone()
-
-        def gather_slices(local: torch.Tensor) -> torch.Tensor:
-            own = torch.zeros(shard.numel, dtype=local.dtype, device=shard.device)
-            own[shard.slice_of(index).local] = local.to(shard.device)
-            flat = self._gather_slices(shard, own, "copies of params")
-            return shard.as_param(flat, index).to(local.device, copy=True)
-
-        def write(whole: torch.Tensor) -> None:
-            self.write(param, whole)
-
-        take_parts_along()
-        own, where, fetch = shard.bucket.params[index], shard.slice_of(index), self._fetcher(shard, index, "param")
-        values, is_alone = shard.read("param", index), self.transport.ranks.size == 1
-        part = Part(values, where.start, own, gather, None, fetch, write, gather_slices, is_alone)
-        return shown_as(param, part)
+        fetch, write = self._fetcher(shard, index, "param"), partial(self.write, param)
+        gathers, is_alone = (self._gather, self._gather_slices), self.transport.ranks.size == 1
+        return shown_as(param, part_of_param(shard, index, "param", *gathers, fetch, write, is_alone))
 
     def write(self, param: torch.nn.Parameter, whole: torch.Tensor) -> None:
         """Collective: writes this rank's slice of a whole tensor, or of a part of the same cut."""

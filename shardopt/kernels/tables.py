@@ -12,7 +12,7 @@ where backward left them, and a skipped param is a row whose end is 0::
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -134,6 +134,25 @@ def sent_together(tables: Sequence[torch.Tensor], device: torch.device) -> list[
         there[start : start + each.nbytes].view(each.dtype).view(each.shape)
         for each, start in zip(tables, starts[:-1].tolist(), strict=True)
     ]
+
+
+def read_together(
+    tables: Sequence[torch.Tensor], read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+) -> list[torch.Tensor]:
+    """Returns small tables of one dtype in host memory, by one copy, and one wait, for each device.
+
+    Args:
+        read: copies a table of a device to host memory.
+    """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in tables:
+        if each.device.type != "cpu":
+            by_device.setdefault(each.device, []).append(each)
+    copies = {
+        device: iter(read(torch.cat([each.view(-1) for each in some])).split([each.numel() for each in some]))
+        for device, some in by_device.items()
+    }
+    return [next(copies[each.device]).view(each.shape) if each.device in copies else each for each in tables]
 
 
 class Factors(NamedTuple):

@@ -80,10 +80,9 @@ class Arrivals:
 
     def attach(self) -> list[Any]:
         """Registers the hooks of the params. Returns their handles."""
-        counts = (_counting if self._is_in_order else _looking)(self)
-        arrives = _arriving(self)
+        rests, arrives = _hook(self, self._is_in_order, True), _hook(self, self._is_in_order, False)
         return [
-            entry.outer.register_post_accumulate_grad_hook(counts if entry.index in self._rests else arrives)
+            entry.outer.register_post_accumulate_grad_hook(rests if entry.index in self._rests else arrives)
             for entry in self.entries
         ]
 
@@ -172,50 +171,26 @@ class Arrivals:
 
 Hook = Callable[[torch.Tensor], None]
 
-# The hooks of all params of a bucket; they hold it weakly. Those of most params run some code of Python's own only.
 
+def _hook(arrivals: Arrivals, is_in_order: bool, rests: bool) -> Hook:
+    """Returns the hook of many params of a bucket, which it holds weakly. It runs little code.
 
-def _counting(arrivals: Arrivals) -> Hook:
-    """Returns the hook of params on a CPU whose gradients rest."""
+    Args:
+        is_in_order: no device, which has streams.
+        rests: gradients may rest; else they go to the buffer at once.
+    """
     reference = weakref.ref(arrivals)
 
     def hook(param: torch.Tensor) -> None:
         me = reference()
-        if me is not None:
-            if me.missing and (me.unit is None or me.unit.state is UnitState.UNSHARDED):
-                me.missing -= 1
-                if not me.missing:
-                    me.are_here()
-            else:
-                me.arrived(param)
-
-    return hook
-
-
-def _looking(arrivals: Arrivals) -> Hook:
-    """Returns the hook of params on a device, which has streams, whose gradients rest."""
-    reference = weakref.ref(arrivals)
-
-    def hook(param: torch.Tensor) -> None:
-        me = reference()
-        if me is not None:
-            if me.missing and me.may_rest():
-                me.missing -= 1
-                if not me.missing:
-                    me.are_here()
-            else:
-                me.arrived(param)
-
-    return hook
-
-
-def _arriving(arrivals: Arrivals) -> Hook:
-    """Returns the hook of params whose gradients go to the buffer at once."""
-    reference = weakref.ref(arrivals)
-
-    def hook(param: torch.Tensor) -> None:
-        me = reference()
-        if me is not None:
+        if me is None:
+            return
+        is_here = me.unit is None or me.unit.state is UnitState.UNSHARDED
+        if not (rests and me.missing and is_here and (is_in_order or me.may_rest())):
             me.arrived(param)
+            return
+        me.missing -= 1
+        if not me.missing:
+            me.are_here()
 
     return hook

@@ -119,18 +119,14 @@ def restore_reducer(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-class RetiredReducer:
+class _NoReducer:
     """Answers the calls that DDP makes on its reducer in every forward, and ignores gradients."""
-
-    def __init__(self, on_last: OnLast):
-        self._on_last = on_last
 
     def prepare_for_forward(self) -> None:
         pass
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """torch's pipelines call it before the last backward. After a forward that syncs it changes nothing."""
-        self._on_last(outputs)
+        pass
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -138,9 +134,27 @@ class RetiredReducer:
     def _delay_all_reduce(self) -> None:
         pass
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        return self._other(name)
+
+    def _other(self, name: str) -> Any:
+        """Answers what else is asked of a reducer."""
+        raise NotImplementedError
+
+
+class RetiredReducer(_NoReducer):
+    """DDP's reducer while an optimizer has the module."""
+
+    def __init__(self, on_last: OnLast):
+        self._on_last = on_last
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """torch's pipelines call it before the last backward. After a forward that syncs it changes nothing."""
+        self._on_last(outputs)
+
+    def _other(self, name: str) -> NoReturn:
         raise BindingError(
             "use `with optimizer.join():` for uneven inputs; for other features of DDP's reducer (communication hooks, "
             "changes of the group) call optimizer.close() first, or pass model.parameters() without the module at "
@@ -148,7 +162,7 @@ class RetiredReducer:
         )
 
 
-class ReturningReducer:
+class ReturningReducer(_NoReducer):
     """Stands in for DDP's reducer after the end of an optimizer, while all params are frozen (a GAN's other half)."""
 
     def __init__(self, ddp: DistributedDataParallel):
@@ -177,15 +191,7 @@ class ReturningReducer:
         self._restored()
         return False
 
-    def prepare_for_backward(self, outputs: Any) -> None:
-        pass
-
-    def _delay_all_reduce(self) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def _other(self, name: str) -> Any:
         reducer = self._restored()
         if reducer is None:
             raise BindingError(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..domain.dtensors import is_dtensor, local_tensor, placed_as, shown_as
-from ..domain.full_state_dict import take_parts_along
+from ..domain.full_state_dict import part_of_param
 from ..kernels import codecs
 from ..tensors.part import Part
 from .hooks import ModuleHook
@@ -123,25 +123,14 @@ def _whole_of(domain: Domain, entry: ParamRecord, shown: torch.Tensor) -> torch.
 
 def _part_of(domain: Domain, entry: ParamRecord) -> Part:
     """Returns this rank's slice of the exact values as a part, with the shape of the param."""
-    shard, index, param = entry.shard, entry.index, entry.param
-
-    def gather(_: torch.Tensor) -> torch.Tensor:
-        return shard.as_param(domain.gather(shard, shard.exact), index).clone()
-
-    def gather_slices(local: torch.Tensor) -> torch.Tensor:
-        own = torch.zeros(shard.numel, dtype=local.dtype, device=shard.device)
-        own[shard.slice_of(index).local] = local.to(shard.device)
-        flat = domain.gather_slices(shard, own, "copies of params")
-        return shard.as_param(flat, index).to(local.device, copy=True)
+    shard, index = entry.shard, entry.index
 
     @torch.no_grad()
     def write(whole: torch.Tensor) -> None:
         _write(domain, entry, whole)
-        param.copy_(whole)
+        entry.param.copy_(whole)
 
-    take_parts_along()
     if shard.takes_sources:
         shard.bucket.take_source(index)
-    values, fetch = shard.read(shard.exact, index), domain.fetcher(shard, index, shard.exact)
-    is_alone = domain.mesh.shard.size == 1
-    return Part(values, shard.slice_of(index).start, param, gather, None, fetch, write, gather_slices, is_alone)
+    name, fetch, is_alone = shard.exact, domain.fetcher(shard, index, shard.exact), domain.mesh.shard.size == 1
+    return part_of_param(shard, index, name, domain.gather, domain.gather_slices, fetch, write, is_alone)

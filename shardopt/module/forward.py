@@ -376,11 +376,9 @@ class Forward:
             self._gatherer.show(unit)
             self._using[unit] += 1
         elif is_read and (self._is_in_a_method() or is_called_by_pipeline()):
-            self._gatherer.use(unit)
-            self._gatherer.show(unit)
             # No hook says when a backward comes to what was made of the param; there may be several. The same without
             # autograd: the guard would not notice the next read, which autograd saves, since the param is readable.
-            self._gatherer.keep_shown(unit)
+            self._gatherer.use_until_step(unit)
         else:
             return False
         return True
@@ -395,9 +393,7 @@ class Forward:
         """Gathers a unit for a read of the script's own, until it reads a param of another unit."""
         if self._read is not None and self._read is not unit:
             self._gatherer.reshard(self._read)
-        self._gatherer.use(unit)
-        self._gatherer.show(unit)
-        self._gatherer.keep_shown(unit)
+        self._gatherer.use_until_step(unit)
         self._read = unit
         return True
 
@@ -407,9 +403,7 @@ class Forward:
         The module was bound after a method of it had begun: what that has read of whole params is saved for a backward.
         """
         for unit in list(self._gatherer.units.values()) if self.holds_params else ():  # none while all are frozen
-            self._gatherer.use(unit)
-            self._gatherer.show(unit)
-            self._gatherer.keep_shown(unit)
+            self._gatherer.use_until_step(unit)
 
     def computes(self) -> bool:
         """True in the model's own code: in a forward, a backward or another method."""

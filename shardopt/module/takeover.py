@@ -155,6 +155,11 @@ class ModuleTakeover:
         """True if another optimizer of shardopt trains params of the module."""
         return len(self._sharers()) > 1
 
+    def _grouped(self) -> set[torch.Tensor]:
+        """Returns the params in groups of the optimizers that share the module."""
+        every = dict.fromkeys((self, *self._sharers()))
+        return {param for each in every for group in each.groups() for param in group["params"]}
+
     def exclude_experts(self) -> None:
         """Says that experts in param groups of other optimizers are not shared by all ranks either."""
         assert self._domain is not None
@@ -181,8 +186,7 @@ class ModuleTakeover:
 
         Params that another optimizer has are averaged from now on, and those on DDP's ignore list left to each rank.
         """
-        known = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
-        known.update(tensor for tensor in self._of_each_rank() if isinstance(tensor, nn.Parameter))
+        known = self._grouped() | self._of_each_rank()
         left = {name: param for name, param in self.module.named_parameters() if param not in known}
         trainable = {name: param for name, param in left.items() if param.requires_grad}
         elsewhere = trained_elsewhere() if trainable else set()
@@ -352,7 +356,7 @@ class ModuleTakeover:
 
     def _of_each_rank(self) -> set[torch.Tensor]:
         """Returns the params and buffers that options leave to each rank, and no param group has."""
-        grouped = {param for each in self._sharers() for group in each.groups() for param in group["params"]}
+        grouped = self._grouped()
         found = {tensor for called in self.called for tensor in ignored_by_ddp(called.module) if tensor not in grouped}
         shares = self._domain is None or self._domain.options.tuning.broadcast_buffers
         return found if shares else found.union(self.module.buffers())
@@ -599,21 +603,9 @@ class ModuleTakeover:
 
     def plan_rebinding(self) -> Rebinding:
         """Plans what params the groups have from now on: those of the module as it is."""
-        known = {
-            param
-            for each in self._sharers()
-            if each is not self
-            for group in each.groups()
-            for param in group["params"]
-        }
-        known.update(param for group in self.groups() for param in group["params"])
-        known.update(tensor for tensor in self._of_each_rank() if isinstance(tensor, nn.Parameter))
-        elsewhere = trained_elsewhere()
-        new = {
-            name: param
-            for param, name in names_of(self.module).items()
-            if param.requires_grad and param not in known and param not in elsewhere
-        }
+        known = self._grouped() | self._of_each_rank() | trained_elsewhere()
+        named = names_of(self.module)
+        new = {name: param for param, name in named.items() if param.requires_grad and param not in known}
         return plan_rebinding(self.bound, self.module, self.groups(), new)
 
     def unbind(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -260,56 +260,36 @@ class JoinedLaunch(NamedTuple):
     gradients: Gradients  # of all, with rows in host memory
 
     @property
-    def spec(self) -> Spec:
-        return self._first.spec
-
-    @property
-    def number(self) -> int:
-        return self._first.number
-
-    @property
-    def divisor(self) -> int:
-        return self._first.divisor
-
-    @property
-    def ties(self) -> bool:
-        return self._first.ties
-
-    @property
-    def _first(self) -> Launch:
+    def one(self) -> Launch:
+        """One of the launches: what they share is what it has."""
         return next(each for each in self.launches if each is not None)
 
     @property
     def scalars(self) -> torch.Tensor:
         """2D [num_rows, len(spec.scalars)] fp32, in host memory."""
-        width = len(self.spec.scalars)
-        return self._stacked([None if each is None else each.scalars for each in self.launches], width, np.float32)
+        return self._stacked(lambda launch, _: launch.scalars, len(self.one.spec.scalars), np.float32)
 
     @property
     def noise(self) -> torch.Tensor | None:
         """2D [num_rows, 4] int32, in host memory; None if everything is rounded to nearest."""
-        if not self.spec.needs_noise:
+        if self.one.noise is None:
             return None
-        tables: list[torch.Tensor | None] = []
-        first = 0
-        for shard, launch in zip(self.shards, self.launches, strict=True):
-            own = None if launch is None else launch.noise
-            tables.append(None if own is None else noise_from(own, -first))
-            first += shard.numel
-        return self._stacked(tables, 4, np.int32)
+
+        def of(launch: Launch, first: int) -> torch.Tensor | None:
+            return None if launch.noise is None else noise_from(launch.noise, -first)
+
+        return self._stacked(of, 4, np.int32)
 
     @property
     def products(self) -> torch.Tensor | None:
         """2D [num_rows, products.COLUMNS] int64, in host memory; None for a rule that reads none."""
-        if self._first.products is None:
+        if self.one.products is None:
             return None
-        tables: list[torch.Tensor | None] = []
-        first = 0
-        for shard, launch in zip(self.shards, self.launches, strict=True):
-            own = None if launch is None else launch.products
-            tables.append(None if own is None else own.part(-first))
-            first += shard.numel
-        return self._stacked(tables, PRODUCT_COLUMNS, np.int64)
+
+        def of(launch: Launch, first: int) -> torch.Tensor | None:
+            return None if launch.products is None else launch.products.part(-first)
+
+        return self._stacked(of, PRODUCT_COLUMNS, np.int64)
 
     def streams(self, of_shard: Mapping[Shard, Streams]) -> JoinedStreams:
         """Returns the streams of all; of shards that are not named nothing is updated."""
@@ -319,7 +299,7 @@ class JoinedLaunch(NamedTuple):
 
     def new_totals(self) -> torch.Tensor | None:
         """Returns totals of nothing for the rows of all, where the kernel runs; None if nothing is measured."""
-        like = self._first.totals
+        like = self.one.totals
         if like is None or len(self.launches) == 1:
             return like
         return like.new_zeros(len(like), sum(shard.tables.num_rows for shard in self.shards), like.shape[2])
@@ -335,12 +315,18 @@ class JoinedLaunch(NamedTuple):
                 launch.totals.copy_(totals[:, first:last])
             first = last
 
-    def _stacked(self, tables: Sequence[torch.Tensor | None], width: int, kind: type) -> torch.Tensor:
-        each = [
-            np.zeros((shard.tables.num_rows, width), kind) if table is None else table.numpy()
-            for shard, table in zip(self.shards, tables, strict=True)
-        ]
-        return torch.from_numpy(each[0] if len(each) == 1 else np.concatenate(each))
+    def _stacked(self, table_of: Callable[[Launch, int], torch.Tensor | None], width: int, kind: type) -> torch.Tensor:
+        """Returns the tables of all launches, one above the other, with zeros for shards that have none.
+
+        Args:
+            table_of: takes a launch, and the first element of its shard among those of all.
+        """
+        found, first = [], 0
+        for shard, launch in zip(self.shards, self.launches, strict=True):
+            table = None if launch is None else table_of(launch, first)
+            found.append(np.zeros((shard.tables.num_rows, width), kind) if table is None else table.numpy())
+            first += shard.numel
+        return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found))
 
 
 def joined(shards: Sequence[Shard], launches: Sequence[Launch]) -> Iterator[JoinedLaunch]:

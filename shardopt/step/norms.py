@@ -22,7 +22,7 @@ states on a disk, whose writes are taken back on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ import torch
 
 from ..errors import CommunicationError
 from ..kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, squares_of_limbs
+from ..kernels.tables import read_together
 from ..module.gradient_report import Report, ReportLayout
 from ..partition.comm.together import riding_on
 from ..rules.passes import passes_of
@@ -148,20 +149,12 @@ class NormSums:
         """Returns the totals of this rank's elements: 3D [slots, params, COLUMNS] int64."""
         sums = np.zeros((slots, len(self._entries), COLUMNS), np.int64)
         measuring = [(launch, launch.totals) for launch in ran if launch.totals is not None]
-        found = self._on_host([totals for _, totals in measuring])
+        world = self._domain.mesh.world
+        found = read_together([totals for _, totals in measuring], lambda there: world.read(there, _ADDING_UP))
         for (launch, _), totals in zip(measuring, found, strict=True):
             rows, numbers = self._rows(launch)
             sums[: len(totals), numbers] = totals.numpy()[:, rows]
         return sums
-
-    def _on_host(self, totals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns these totals in host memory, by one copy and one wait for all that are on the device."""
-        there = [each for each in totals if each.device.type != "cpu"]
-        copies: Iterator[torch.Tensor] = iter(())
-        if there:
-            flat = self._domain.mesh.world.read(torch.cat([each.view(-1) for each in there]), _ADDING_UP)
-            copies = iter(flat.split([each.numel() for each in there]))
-        return [each if each.device.type == "cpu" else next(copies).view(each.shape) for each in totals]
 
     def _rows(self, launch: Launch) -> tuple[list[int], list[int]]:
         """Returns the rows of a launch that are updated, and the numbers of their params."""

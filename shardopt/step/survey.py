@@ -19,7 +19,7 @@ from ..errors import ShardoptError
 from ..kernels.formats import GRADIENT_DTYPES, format_of
 from ..kernels.launch import backend_of, totals_of
 from ..kernels.reductions import COLUMNS, LIMBS, sum_of_rows
-from ..kernels.tables import BLOCK, Factors
+from ..kernels.tables import BLOCK, Factors, read_together
 from ..rules.choice import KEY, RuleChoice
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_edits import edit
@@ -352,13 +352,14 @@ def _stats_of(
     together = list(joined(domain.shards, launches))
     if options.max_grad_norm is not None:
         looked = [
-            totals_of(each.spec.grad, each.gradients, Factors(each.divisor, 1.0 / scale)).view(-1) for each in together
+            totals_of(each.one.spec.grad, each.gradients, Factors(each.one.divisor, 1.0 / scale)).view(-1)
+            for each in together
         ]
     elif options.tuning.nonfinite == "propagate" or overflow:
         looked = []
     else:
         looked = _counts(together)
-    found = _on_host([*sampled, *looked])
+    found = read_together([*sampled, *looked])
     witness, found = int(found[0]) if sampled else 0, found[len(sampled) :]
     if options.max_grad_norm is None:
         return GradientStats(sum(map(int, found)), witness=witness)
@@ -387,20 +388,8 @@ def _counts(launches: Sequence[JoinedLaunch]) -> list[torch.Tensor]:
         device = each.gradients.row_of_block.device
         if device not in counts:
             counts[device] = torch.zeros(1, dtype=torch.int64, device=device)
-        backend_of(device).count_nonfinite(each.spec.grad, each.gradients, counts[device])
+        backend_of(device).count_nonfinite(each.one.spec.grad, each.gradients, counts[device])
     return list(counts.values())
-
-
-def _on_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns these 1D tensors of int64 in host memory, by one copy, and one wait, for each device."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for each in numbers:
-        by_device.setdefault(each.device, []).append(each)
-    copies = {
-        device: iter(torch.cat(of_device).cpu().split([len(each) for each in of_device]))
-        for device, of_device in by_device.items()
-    }
-    return [next(copies[each.device]) for each in numbers]
 
 
 def sampled(domain: Domain, updates: Sequence[ParamUpdate]) -> int:

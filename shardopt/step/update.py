@@ -467,14 +467,15 @@ def _update_together(
     launches = [launch for each in together.values() for launch in each.launches]
     with domain.clock.phase("update"):
         for each in joined([shard for shard in domain.shards if shard.store.tier == "device"], launches):
+            one = each.one
             streams = {
-                shard: _streams(each.spec, together[shard], fetched[shard])
+                shard: _streams(one.spec, together[shard], fetched[shard])
                 for shard, launch in zip(each.shards, each.launches, strict=True)
                 if launch is not None
             }
-            folded, totals = _folded(factors, each.divisor), each.new_totals()
-            tables = Tables(each.gradients, each.scalars, folded, each.noise, each.products, totals, each.ties)
-            backend_of(each.shards[0].device).run(each.spec, each.number, each.streams(streams), tables)
+            folded, totals = _folded(factors, one.divisor), each.new_totals()
+            tables = Tables(each.gradients, each.scalars, folded, each.noise, each.products, totals, one.ties)
+            backend_of(each.shards[0].device).run(one.spec, one.number, each.streams(streams), tables)
             each.hand_out(totals)
     return {shard: each for shard, each in chunks.items() if shard not in together}
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .norm_table import Norms
+from .norm_table import Norms, NormTable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .norm_table import Array, NormTable
+    from .norm_table import Array
 
 
 class Fetch(Protocol):
@@ -270,28 +270,30 @@ def divide_all(slices: Sequence[GradientSlice]) -> None:
 
 def multiply(slices: Sequence[GradientSlice], factor: float) -> None:
     """Multiplies the means by one number."""
-    divide_all(slices)
-    for totals in _totals_by_dtype(slices):
-        if totals[0].dtype is torch.bfloat16 and totals[0].device.type == "cpu":
-            for total in totals:  # the form for lists rounds the factor to bf16 first
-                total.mul_(factor)
-        else:
-            torch._foreach_mul_(totals, factor)
-    for table, rows in _edited(slices, ["mul_", factor]):
-        table.multiply(rows, factor)
-        if table.edits:
-            _note(table, slices, f"mul_ {factor!r}")
+    _scale(slices, "mul_", factor, _multiply, NormTable.multiply)
 
 
 def divide(slices: Sequence[GradientSlice], divisor: float) -> None:
     """Divides the means by one number."""
+    _scale(slices, "div_", divisor, _divide, NormTable.divide)
+
+
+def _scale(
+    slices: Sequence[GradientSlice],
+    name: str,
+    number: float,
+    scale: Callable[[Sequence[Tensor], float], None],
+    scale_norms: Callable[[NormTable, Sequence[int], float], None],
+) -> None:
     divide_all(slices)
     for totals in _totals_by_dtype(slices):
-        _divide(totals, divisor)
-    for table, rows in _edited(slices, ["div_", divisor]):
-        table.divide(rows, divisor)
-        if table.edits:
-            _note(table, slices, f"div_ {divisor!r}")
+        scale(totals, number)
+    for table, rows in _edited(slices, [name, number]):
+        scale_norms(table, rows, number)
+        # A scaling of gradients whose norms may not show it, as they are not known.
+        for each in slices if table.edits else ():
+            if each.table is table and each.number in table.edits:
+                table.edits.note(each.number, f"{name} {number!r}")
 
 
 def negate(slices: Sequence[GradientSlice]) -> None:
@@ -399,13 +401,6 @@ def _edited(
         yield table, rows
 
 
-def _note(table: NormTable, slices: Sequence[GradientSlice], text: str) -> None:
-    """Notes a scaling of the table's gradients whose norms may not show it, as they are not known."""
-    for each in slices:
-        if each.table is table and each.number in table.edits:
-            table.edits.note(each.number, text)
-
-
 def _move(slices: Sequence[GradientSlice]) -> None:
     """Keeps other ranks from reading what is about to change."""
     for each in slices:
@@ -432,6 +427,15 @@ def _totals_by_dtype(slices: Sequence[GradientSlice]) -> Iterator[list[Tensor]]:
     totals = [each.total for each in slices]
     for dtype in {total.dtype: None for total in totals}:
         yield [total for total in totals if total.dtype is dtype]
+
+
+def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiplies tensors of one dtype in place."""
+    if tensors[0].dtype is torch.bfloat16 and tensors[0].device.type == "cpu":
+        for tensor in tensors:  # the form for lists rounds the factor to bf16 first
+            tensor.mul_(factor)
+    else:
+        torch._foreach_mul_(list(tensors), factor)
 
 
 def _divide(tensors: Sequence[Tensor], divisor: float) -> None:

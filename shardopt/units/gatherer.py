@@ -186,11 +186,17 @@ class Gatherer:
             for each in unit.buckets:
                 each.bucket.guard()
 
-    def keep_shown(self, unit: Unit) -> None:
-        """Ends a use, but lets params be read until ``reshard`` or the next step.
+    def use_until_step(self, unit: Unit) -> None:
+        """Gathers a unit like ``use``, and lets all of its params be read until ``reshard`` or the next step.
 
         A backward does not end that: no hook says which graphs saved the params, and there may be several.
         """
+        self.use(unit)
+        self.show(unit)
+        self.keep_shown(unit)
+
+    def keep_shown(self, unit: Unit) -> None:
+        """Ends a use, but lets params be read as after :meth:`use_until_step`."""
         unit.stays_shown = True
         unit.users -= 1
 
