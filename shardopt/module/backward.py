@@ -258,6 +258,11 @@ class Backward(RoundGradients):
         for gradient_slice in self._slices:  # its sum may hold a part of the lost round
             gradient_slice.part = None
 
+    def give_up(self, error: BaseException) -> None:
+        """Abandons the round, if one is open, after an error."""
+        if self.is_open:
+            self.abandon(f"{type(error).__name__}: {error}")
+
     def forget_gradients(self) -> None:
         """Forgets all gradients: the user set them to None or zero."""
         for each in self.followers:
@@ -296,11 +301,10 @@ class Backward(RoundGradients):
             reducer.fail_closure(self.closure.number)
             for each in self.followers:
                 each.fail_closure(error, each.rounds)
-            if self.is_open:
-                self.abandon(f"{type(error).__name__}: {error}")
+            self.give_up(error)
             return True
-        if self.is_open and reducer.on_stream:
-            self.abandon(f"{type(error).__name__}: {error}")
+        if reducer.on_stream:
+            self.give_up(error)
         elif self.is_open:
             self._failed = True
             try:
@@ -528,8 +532,7 @@ class Backward(RoundGradients):
                 if arrivals.count():
                     self._hand_over(arrivals)
         except BaseException as error:
-            if lead.is_open:
-                lead.abandon(f"{type(error).__name__}: {error}")
+            lead.give_up(error)
             raise
 
     @holding("backward()")
@@ -539,9 +542,7 @@ class Backward(RoundGradients):
             with torch._C.DisableTorchFunctionSubclass():
                 self._hand_over(arrivals)
         except BaseException as error:
-            lead = self.lead
-            if lead.is_open:
-                lead.abandon(f"{type(error).__name__}: {error}")
+            self.lead.give_up(error)
             raise
 
     @holding("backward()")
@@ -559,8 +560,7 @@ class Backward(RoundGradients):
                 self._finish_round()
                 self.on_reduced()
         except BaseException as error:
-            if self.is_open:
-                self.abandon(f"{type(error).__name__}: {error}")
+            self.give_up(error)
             raise
         self.on_end(True)
 

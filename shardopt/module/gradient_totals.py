@@ -15,8 +15,7 @@ import torch
 
 from ..domain.shard_tables import joined_table
 from ..kernels.launch import totals_of
-from ..kernels.reductions import COLUMNS
-from ..kernels.tables import Factors, Gradients, sent
+from ..kernels.tables import Factors, Gradients, read_together, sent
 
 if TYPE_CHECKING:
     from ..domain.shard import Shard
@@ -36,7 +35,7 @@ class GradientTotals:
         # shards were added.
         self._joined: list[tuple[Format, Gradients, Array]] | None = None
         self._early: dict[Shard, torch.Tensor | None] = {}  # of the shards that are measured one by one
-        self._places: list[torch.Tensor] = []  # in the report, of the totals of each launch
+        self._places: dict[int | Shard, torch.Tensor] = {}  # in the report, of the totals of each launch
 
     def add(self, shard: Shard, params: Array, is_early: bool) -> None:
         """Adds a shard, whose totals are measured from now on.
@@ -60,38 +59,30 @@ class GradientTotals:
         found = self._early[shard] = totals_of(grad, gradients, Factors(divisor))
         return found
 
-    def read(self, num_params: int, divisor: int) -> Array:
-        """Returns the totals of all params: 2D [num_params, COLUMNS] int64; zeros where this rank holds nothing.
+    def add_to(self, report: torch.Tensor, layout: ReportLayout, divisor: int) -> None:
+        """Adds the totals of all params to a report. The host does not wait for one on their device.
 
         Args:
             divisor: of each sum.
         """
-        by_device: dict[torch.device, list[tuple[Array, torch.Tensor]]] = {}
-        for params, totals in self._measure_all(divisor):
-            by_device.setdefault(totals.device, []).append((params, totals))
-        sums = np.zeros((num_params, COLUMNS), np.int64)
-        for of_device in by_device.values():
-            many, each = zip(*of_device, strict=True)
-            rows, table = np.concatenate(many), each[0] if len(each) == 1 else torch.cat(each)
-            sums[rows[rows >= 0]] = table.cpu().numpy()[rows >= 0]
-        return sums
+        found = list(self._measure_all(divisor))
+        measured = [totals for *_, totals in found]
+        if report.device.type == "cpu":
+            measured = read_together(measured)
+        for (launch, params, _), totals in zip(found, measured, strict=True):
+            if launch not in self._places:
+                self._places[launch] = sent(torch.from_numpy(layout.places(params)), report.device)
+            report.index_add_(0, self._places[launch], totals.view(-1).to(report.device))
 
-    def add_to(self, report: torch.Tensor, layout: ReportLayout, divisor: int) -> None:
-        """Adds the totals of all params to a report on their device; the host does not wait."""
-        for number, (params, totals) in enumerate(self._measure_all(divisor)):
-            if number == len(self._places):
-                self._places.append(sent(torch.from_numpy(layout.places(params)), report.device))
-            report.index_add_(0, self._places[number], totals.view(-1).to(report.device))
-
-    def _measure_all(self, divisor: int) -> Iterator[tuple[Array, torch.Tensor]]:
-        """Yields the params of each row, and the totals, of each launch; in the same order in each backward."""
+    def _measure_all(self, divisor: int) -> Iterator[tuple[int | Shard, Array, torch.Tensor]]:
+        """Yields of each launch what it is told by, the params of each row, and the totals."""
         if self._joined is None:
-            self._joined, self._places = list(self._join()), []
-        for grad, table, params in self._joined:
-            yield params, totals_of(grad, table, Factors(divisor))
+            self._joined, self._places = list(self._join()), {}
+        for number, (grad, table, params) in enumerate(self._joined):
+            yield number, params, totals_of(grad, table, Factors(divisor))
         for shard, totals in self._early.items():
             if totals is not None:
-                yield self._params[shard], totals
+                yield shard, self._params[shard], totals
 
     def _join(self) -> Iterator[tuple[Format, Gradients, Array]]:
         alike: dict[tuple[Format, torch.device], list[Shard]] = {}

@@ -299,27 +299,24 @@ def _initialize(
 
 def _poison(tensor: torch.Tensor) -> None:
     """Marks a tensor as one without values."""
-    if _can_hold_nan(tensor):
-        tensor.fill_(torch.nan)
-    elif _is_integer(tensor):
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
+    mark = _mark_of(tensor)
+    if mark is not None:
+        tensor.fill_(mark)
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:
-    """True if a tensor has no values, or not all. A bool shows neither."""
-    if not tensor.numel():
+    """True if a tensor has no values, or not all: an integer may be the least one by chance."""
+    mark = _mark_of(tensor)
+    if mark is None or not tensor.numel():
         return False
-    if _can_hold_nan(tensor):
-        return bool(tensor.isnan().any())
-    return _is_integer(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    return bool((tensor == mark).all() if isinstance(mark, int) else tensor.isnan().any())
 
 
-def _can_hold_nan(tensor: torch.Tensor) -> bool:
-    return tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() > 1)
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_complex() or tensor.is_floating_point() or tensor.dtype is torch.bool)
+def _mark_of(tensor: torch.Tensor) -> float | int | None:
+    """Returns what an element without a value holds; None: its dtype shows none, as a bool or a float of 8 bits."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.nan if tensor.element_size() > 1 else None
+    return None if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
 
 
 @contextmanager

@@ -171,10 +171,6 @@ class RoundGradients:
             arrivals.begin(awaited[arrivals.shard.number], reducer)
         self._late_buckets = frozenset()
 
-    def _is_reduced(self, entry: ParamRecord) -> bool:
-        """True if this round reduces the gradient of a param."""
-        return self._reducer.reduces(entry.shard.number, self._stage)
-
     def _hand_over(self, arrivals: Arrivals) -> None:
         """Delivers the gradients of a bucket that rest, and counts those that are still missing."""
         grads, number, reducer = arrivals.take(), arrivals.shard.number, arrivals.reducer
@@ -246,7 +242,7 @@ class RoundGradients:
         Returns:
             1D [entries] bool: True for params that showed a sum of earlier rounds.
         """
-        held = np.zeros(len(self.entries), dtype=bool)
+        held, reducer = np.zeros(len(self.entries), dtype=bool), self._reducer
         for arrivals in self._arrivals.values():
             if arrivals.missing:
                 self._hand_over(arrivals)
@@ -255,7 +251,7 @@ class RoundGradients:
             if grad is None:
                 continue
             held[number] = shown_slice(entry) is not None
-            if (_is_pending(entry) or not held[number]) and self._is_reduced(entry):
+            if (_is_pending(entry) or not held[number]) and reducer.reduces(entry.shard.number, self._stage):
                 if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
                     entry.place_gradient()
                 self._deliver(entry)
@@ -321,11 +317,7 @@ class RoundGradients:
         Args:
             counts: False if another rank's report holds the same totals.
         """
-        if vector is report.vector:
-            sums = self._totals.read(len(self.entries), self._divisor)
-            if counts:
-                report.fill_sums(sums)
-        elif counts:
+        if counts:
             self._totals.add_to(vector, self._layout, self._divisor)
 
     def mark_spoilt(self, is_spoilt: bool) -> None:

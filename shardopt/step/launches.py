@@ -308,12 +308,10 @@ class JoinedLaunch(NamedTuple):
         """Gives each launch the totals of its rows."""
         if totals is None or len(self.launches) == 1:
             return
-        first = 0
-        for shard, launch in zip(self.shards, self.launches, strict=True):
-            last = first + shard.tables.num_rows
+        its = totals.split([shard.tables.num_rows for shard in self.shards], dim=1)
+        for launch, own in zip(self.launches, its, strict=True):
             if launch is not None and launch.totals is not None:
-                launch.totals.copy_(totals[:, first:last])
-            first = last
+                launch.totals.copy_(own)
 
     def _stacked(self, table_of: Callable[[Launch, int], torch.Tensor | None], width: int, kind: type) -> torch.Tensor:
         """Returns the tables of all launches, one above the other, with zeros for shards that have none.
