@@ -40,7 +40,7 @@ from .arrivals import Arrivals
 from .closure import ClosureState
 from .gradient_totals import GradientTotals
 from .gradient_weights import GradientWeights
-from .hooks import call_while_alive
+from .hooks import call_while_alive, remove_all
 from .round_gradients import RoundGradients, shown_slice
 
 if TYPE_CHECKING:
@@ -178,15 +178,14 @@ class Backward(RoundGradients):
         """Removes all hooks: gradients are autograd's own again."""
         for each in self.followers:
             each.detach()
-        for hook in self._hooks:
-            hook.remove()
+        remove_all(self._hooks)
         for entry in self.entries:
             if isinstance(entry.grad, Part):
                 entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
         if self.weights is not None:
             self.weights.detach()
-        self._hooks, self.entries, self._totals = [], [], GradientTotals()
+        self.entries, self._totals = [], GradientTotals()
         self._staged, self._arrivals, self._numbers = {}, {}, {}
         self.is_syncing = False  # the user may still run backward through an older graph
 

@@ -23,7 +23,7 @@ from ..domain.dtensors import is_dtensor, local_tensor, placed_as, shown_as
 from ..domain.full_state_dict import part_of_param
 from ..kernels import codecs
 from ..tensors.part import Part
-from .hooks import ModuleHook
+from .hooks import ModuleHook, remove_all
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -53,9 +53,8 @@ class ExactWeights:
 
     def close(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._of = [], {}
+        remove_all(self._hooks)
+        self._of = {}
 
     def _show(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Shows fp32 values in a state dict of the module."""

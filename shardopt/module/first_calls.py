@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .hooks import ModuleHook, call_while_alive
+from .hooks import ModuleHook, call_while_alive, remove_all
 from .running import in_backward
 
 Arguments = tuple[Any, dict[str, Any]]
@@ -64,6 +64,5 @@ class FirstCalls:
 
     def end(self) -> None:
         """Removes the hooks: the module is bound, or the optimizer is closed."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.is_on = [], False
+        remove_all(self._hooks)
+        self.is_on = False

@@ -51,7 +51,7 @@ from ..tensors.pipelining import is_called_by_pipeline
 from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern, refused_alone
 from ..units.unit_orders import Direction
-from .hooks import KeepingHook, ModuleHook, call_while_alive
+from .hooks import KeepingHook, ModuleHook, call_while_alive, remove_all
 from .nested import tensors_within, with_own_nodes
 from .running import MODULE_FILE, Place, backward_runs, in_backward
 
@@ -182,9 +182,8 @@ class Forward:
                 state_dict[prefix + name] = with_inside(shown, with_own_storage)
 
     def _remove(self) -> None:
-        for hook in (*self._hooks, *self._keeping):
-            hook.remove()
-        self._hooks, self._keeping = [], []
+        remove_all(self._hooks)
+        remove_all(self._keeping)
 
     @property
     def holds_params(self) -> bool:

@@ -29,6 +29,12 @@ def call_while_alive(function: Callable[..., Any], *objects: object, otherwise: 
     return call
 
 
+def remove_all(hooks: list[Any]) -> None:
+    """Removes hooks by their handles, which are forgotten."""
+    while hooks:
+        hooks.pop().remove()
+
+
 class ModuleHook:
     """A method as the hook of a module. The hook holds the method's object weakly, and does nothing once that object is
     gone, or in a copied or unpickled module.

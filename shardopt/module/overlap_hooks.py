@@ -19,7 +19,7 @@ import torch
 
 from ..domain.model_units import params_by_module
 from ..errors import CommunicationError
-from .hooks import ModuleHook
+from .hooks import ModuleHook, remove_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,9 +91,8 @@ class OverlapHooks:
             self._gather.finish()
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._gather = [], None
+        remove_all(self._handles)
+        self._gather = None
 
 
 def _has_compiled() -> bool:

@@ -32,7 +32,7 @@ from .ddp import active_wrapper, check_same_ranks, has_reducer, ignored_by_ddp, 
 from .exact_weights import ExactWeights
 from .first_calls import FirstCalls
 from .forward import Forward
-from .hooks import ModuleHook, call_while_alive
+from .hooks import ModuleHook, call_while_alive, remove_all
 from .materialize import give_devices, give_values
 from .nested import tensors_within
 from .overlap_hooks import OverlapHooks
@@ -608,12 +608,16 @@ class ModuleTakeover:
         new = {name: param for param, name in named.items() if param.requires_grad and param not in known}
         return plan_rebinding(self.bound, self.module, self.groups(), new)
 
-    def unbind(self) -> None:
-        """Forgets the domains, and removes the hooks of their params. The hooks on the module stay."""
+    def _release_params(self) -> None:
+        """Removes the hooks of params."""
         if self.backward is not None:
             self.backward.detach()
         if self.forward is not None:
             self.forward.close()
+
+    def unbind(self) -> None:
+        """Forgets the domains, and removes the hooks of their params. The hooks on the module stay."""
+        self._release_params()
         self._domain, self.backward, self.forward, self.overlap_hooks = None, None, None, None
         self._experts, self.bound, self._tree, self._numel, self._has_stepped = {}, {}, None, 0, False
 
@@ -681,18 +685,12 @@ class ModuleTakeover:
 
     def close(self) -> None:
         """Gives the module back. DDP reduces its gradients again, unless another optimizer has the module, too."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        remove_all(self._hooks)
         self.first_calls.end()
-        if self.casts is not None:
-            self.casts.close()
-        if self._exact is not None:
-            self._exact.close()
-        if self.backward is not None:
-            self.backward.detach()
-        if self.forward is not None:
-            self.forward.close()
+        for each in (self.casts, self._exact):
+            if each is not None:
+                each.close()
+        self._release_params()
         others = any(each is not self for each in self._sharers())
         for called in self.called if not others else ():
             if called.ddp is not None and not has_reducer(called.ddp):
