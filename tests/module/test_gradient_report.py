@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from shardopt import CommunicationError, ShardedSGD, ShardoptError, Tuning
 from shardopt.domain.shard import Shard
 from shardopt.kernels import native_backend
-from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE
+from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, norms_of_limbs
 from shardopt.module.gradient_report import GradientFlags, Report, ReportLayout
 from shardopt.partition.layout import BLOCK, BucketLayout
 from tests.support.ranks import Pool
@@ -156,7 +156,7 @@ class Spare(Product):
 
 
 def params_that_come_later_move_the_places() -> None:
-    """What a device would add to the report is compared with what the host fills in, before and after."""
+    """The norms in the report are those of the slices, before and after."""
     model = Spare()
     model.spare.requires_grad = False
     opt = ShardedSGD(model, lr=0.1, stage=2)
@@ -167,10 +167,12 @@ def params_that_come_later_move_the_places() -> None:
         model(torch.arange(1.0, 1.0 + 4 * BLOCK)).backward()
         backward: Any = opt.engine.takeover.backward if opt.engine.takeover is not None else None
         assert len(backward.entries) == 1 + has_spare
-        filled, added = backward._layout.blank(), backward._layout.blank()
-        backward._fill_sums(filled, filled.vector, counts=True)
-        backward._totals.add_to(added.vector, backward._layout, dist.get_world_size())
-        assert filled.vector.any() and torch.equal(added.vector, filled.vector), has_spare
+        report = backward._layout.blank()
+        backward._totals.add_to(report.vector, backward._layout, 1)
+        slices = [entry.gradient_slice.total for entry in backward.entries]
+        assert any(each.any() for each in slices)
+        norms = torch.tensor([float(each.double().norm()) for each in slices], dtype=torch.float64)
+        assert torch.allclose(torch.from_numpy(norms_of_limbs(report.limbs)), norms, rtol=1e-6), has_spare
     opt.close()
 
 
@@ -182,8 +184,9 @@ def test_params_that_come_later_move_the_places(ranks: Pool) -> None:
 
 
 def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
-    """Memory runs out on rank 1 where it sums its slices up: the others hear of it at once, and all go on."""
+    """Memory runs out on a rank that sums its slices up: the others hear of it at once, and all go on."""
     rank, numel = dist.get_rank(), 6 * BLOCK
+    failing = 1 if stage else 0  # where all ranks hold the same sums, only the first one takes their norms
     model = Product(numel)
     opt = ShardedSGD(model, lr=0.5, stage=stage, tuning=Tuning(neighbours=neighbours, keep_below=0))
     opt.bind()
@@ -191,14 +194,14 @@ def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:
     add_totals = native_backend.add_totals
 
     def fails(*arguments: Any) -> Any:
-        if rank == 1:
+        if rank == failing:
             raise MemoryError("no room for sums")
         return add_totals(*arguments)
 
     for _ in range(2):
         with patch.object(native_backend, "add_totals", fails):
-            error = (MemoryError, "no room") if rank == 1 else (CommunicationError, "rank 1 left this backward")
-            with raises(*error):
+            told = CommunicationError, f"rank {failing} left this backward"
+            with raises(*((MemoryError, "no room") if rank == failing else told)):
                 model(torch.ones(numel)).backward()
         opt.zero_grad()
         model(torch.full((numel,), 2.0)).backward()
