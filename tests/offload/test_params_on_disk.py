@@ -4,6 +4,7 @@ import copy
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import shardopt
 from shardopt import Offload, OffloadError, ShardedAdamW, Tuning
+from shardopt.offload.disk.store import DiskStore
 from tests.offload.test_offload_faults import Faulty, System, system
 from tests.support.memory import resident
 from tests.support.ranks import Pool
@@ -158,7 +160,10 @@ def test_the_memory_of_params_is_free(tmp_path: Path) -> None:
 
 
 def fails_somewhere(root: str, kind: str, every: int) -> int:
-    """A write, or a read, of the last rank's step fails, one after the other. Returns how many did."""
+    """A write, or a read, of the last rank's step fails, one after the other. Returns how many did.
+
+    No read is made before the step: see test_read_ahead.py.
+    """
     expected_model, expected = make(None)
     model, optimizer = make(in_file(root))
     for number in range(2):
@@ -168,7 +173,8 @@ def fails_somewhere(root: str, kind: str, every: int) -> int:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     while True:
         optimizer.zero_grad()
-        model(torch.ones(4, 40, dtype=torch.bfloat16)).float().sum().backward()
+        with patch.object(DiskStore, "read_ahead", lambda _: None):
+            model(torch.ones(4, 40, dtype=torch.bfloat16)).float().sum().backward()
         faulty: System = Faulty(kind, "EIO", every * failures) if is_last else System()
         try:
             with system(faulty):
