@@ -38,6 +38,7 @@ from .unsharded_guard import dtype_in_forward
 
 if TYPE_CHECKING:
     from .gradient_slice import GradientSlice
+    from .gradient_views import GradientSource
     from .mask import Mask
     from .norm_table import Norms
 
@@ -60,7 +61,7 @@ class GradientPart(Part):
 
     # Slots are found before torch's own descriptors, which go through __torch_function__: a scaler reads device and
     # dtype of every param.
-    __slots__ = ("_origin", "_param_dtype", "device", "dtype", "gradient_slice", "whole_numel")
+    __slots__ = ("_origin", "_param_dtype", "device", "dtype", "gradient_slice", "views", "whole_numel")
     is_sparse = False
     is_shown = True
     # Part's method would fetch the whole. torch.compile calls it only to distinguish tensors
@@ -70,6 +71,7 @@ class GradientPart(Part):
 
     gradient_slice: GradientSlice
     whole_numel: int
+    views: GradientSource | None
     _origin: GradientPart | None  # the part that this is an alias of
     _param_dtype: torch.dtype  # torch checks it when the part is assigned to param.grad
 
@@ -87,7 +89,7 @@ class GradientPart(Part):
         device = like.device
         part = cls._wrapper(like, param_dtype, device)
         part.gradient_slice, part.device, part.whole_numel = gradient_slice, device, like.numel()
-        part._origin, part._param_dtype = origin, param_dtype
+        part._origin, part._param_dtype, part.views = origin, param_dtype, None
         part.dtype = torch.float32 if param_dtype is torch.float16 else param_dtype
         return part
 
@@ -549,6 +551,10 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     if not any(isinstance(part, GradientPart) and part.gradient_slice.gather is None for part in parts):
         if function is aten.add.Tensor and len(parts) == 1 and torch._C._current_graph_task_id() >= 0:
             raise refusal(function)  # a backward that keeps its graph adds a rank's own gradient so
+        if makes_views(function) and isinstance(arguments[0], GradientPart):
+            from .gradient_views import gradient_view
+
+            return gradient_view(arguments[0], function, arguments[1:], keywords)
         from .expressions import expression
 
         found = expression(function, arguments, keywords)

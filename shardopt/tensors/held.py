@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import StateError
-from .fetched_view import Guarded, by_name, makes_views, written_by
+from .fetched_view import Guarded, by_name, is_collective, makes_views, written_by, written_by_collective
 from .part import Part
 
 _aten = torch.ops.aten
@@ -228,6 +228,8 @@ class HeldTensor(Guarded, torch.Tensor):
             return view_of(arguments[0], arguments[0]._source, arguments[0]._steps, function, arguments[1:], keywords)
         if written_by(function):
             return write_to(function, arguments, keywords)
+        if is_collective(function):
+            _check_collective(function, arguments)
         its = mapped(arguments, HeldTensor, HeldTensor.plain)
         return function(*its, **mapped(keywords, HeldTensor, HeldTensor.plain))
 
@@ -347,6 +349,12 @@ def check_by_element(function: Any, written: Sequence[Any], leaves: Sequence[Any
             continue
         if steps.get(id(leaf._source)) is not leaf._steps and steps.get(id(leaf._source)) != leaf._steps:
             _refuse_slice(f"{function} reads another tensor, or other elements, of which this rank has a slice")
+
+
+def _check_collective(function: Any, arguments: tuple[Any, ...]) -> None:
+    for each in tree_leaves(written_by_collective(function, arguments)):
+        if isinstance(each, HeldTensor) and not each._source.is_memory:
+            _refuse_slice(f"{function} would write to a copy of it")
 
 
 def _refuse_slice(why: str) -> NoReturn:

@@ -76,6 +76,12 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "set": lambda g: g.set_(NOISE.clone()),
     "through data": lambda g: g.data.add_(1).mul_(OTHER),
     "lists": by_list,
+    "a view": lambda g: g.view(-1).mul_(2),
+    "views of views": lambda g: (g.t()[1:].unbind()[0].zero_(), g[3].add_(OTHER[0]), g.data[:, 2:5].neg_()),
+    "a mask of a view": lambda g: g.flatten().__setitem__(MASK.flatten(), 0.5),
+    "a view, by a whole and itself": lambda g: g.t().mul_(OTHER).add_(g.t()[0, 0] * 0 + 1),
+    "a view in a list": lambda g: torch._foreach_mul_([g.split(5)[1]], 3.0),
+    "out of a view": lambda g: torch.add(OTHER[0], 1, out=g[1]),
     "clipped by itself": lambda g: g.mul_((0.1 * OTHER.norm() / g.norm()).clamp(max=1.0)),
 }
 
@@ -293,6 +299,8 @@ def apart(stage: int) -> None:
         "setitem": lambda g: g.__setitem__(rank, 0.0),
         "neg_": lambda g: g.neg_() if rank else None,
         "clamp_max_": lambda g: g.clamp_(max=1.0 + rank),
+        "a view: aten.fill_": lambda g: g.view(-1)[rank : rank + 2].fill_(1.0),
+        "mul_.Tensor": lambda g: g.t().mul_(OTHER + rank),
     }
     model, opt = started(stage, False)
     with opt.unsharded():
