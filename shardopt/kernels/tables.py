@@ -136,8 +136,12 @@ def sent_together(tables: Sequence[torch.Tensor], device: torch.device) -> list[
     ]
 
 
+def _on_host(table: torch.Tensor) -> torch.Tensor:
+    return table.cpu()
+
+
 def read_together(
-    tables: Sequence[torch.Tensor], read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+    tables: Sequence[torch.Tensor], read: Callable[[torch.Tensor], torch.Tensor] = _on_host
 ) -> list[torch.Tensor]:
     """Returns small tables of one dtype in host memory, by one copy, and one wait, for each device.
 
