@@ -226,6 +226,7 @@ APART = {
     "PartResult": "the result of an expression of states: a write to it reaches no record, as to any result",
     "FetchedView": "what a view of a part is: the walk writes through it",
     "ArrivingParameter": "a param while its values are under way: tests/module/test_arriving.py",
+    "ArrivingDTensor": "the same of a DTensor",
     "ReleasedParameter": "a param at stage 3 outside of forward and backward: tests/module/test_unsharded.py",
     "ReleasedDTensor": "the same of a DTensor",
     "ReleasedExact": "the same with compute_dtype: tests/module/test_precision.py",
