@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import ShardoptError
+from ..partition.comm.together import Relay
 from ..rules.rule import EMA
 from .agreement import agree_on, agreed
+from .exact_params import exact_averages
 from .masters import begin_averages, take_sources
 from .shard import Shard
 
@@ -51,12 +53,18 @@ def averaged(domain: Domain) -> Iterator[None]:
         for shard in shards:
             shard.saved_weights = weights[shard]
         _put(domain, averages)
-        with domain.sharded.unsharded() if domain.sharded is not None else nullcontext():
+        with (
+            domain.sharded.unsharded() if domain.sharded is not None else nullcontext(),
+            exact_averages(domain) as written_in_fp32,
+        ):
             yield
+            relay = Relay()  # averages may lie on a disk
+            found = relay.attempt(written_in_fp32)
+            written = relay.problem if found is None else _written(found)
         is_over = True
     finally:
         if is_over:
-            written = _written_inside(domain, averages)
+            written = written or _written_inside(domain, averages)
         try:
             _put(domain, weights, exact=False)
         except BaseException as error:
@@ -76,11 +84,15 @@ def _written_inside(domain: Domain, averages: Slices) -> Exception | None:
         own = averages.get(entry.shard)
         where = entry.shard.slice_of(entry.index).local
         if own is not None and not _same_bits(entry.shard.params(where.start, where.stop), own[where]):
-            return ShardoptError(
-                f"write to params outside of `with optimizer.unsharded(ema=True):`: {entry.name} was written inside, "
-                "where params are averages. The weights are back as they were before, without the write."
-            )
+            return _written(entry)
     return None
+
+
+def _written(entry: ParamRecord) -> ShardoptError:
+    return ShardoptError(
+        f"write to params outside of `with optimizer.unsharded(ema=True):`: {entry.name} was written inside, where "
+        "params are averages. The weights are back as they were before, without the write."
+    )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ none, and takes no memory for them. The end writes this rank's slices, if anythi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -20,28 +20,33 @@ import torch
 
 from ..kernels import codecs
 from ..partition.comm.together import Relay
+from ..rules.rule import EMA
 from .agreement import agreed
 
 if TYPE_CHECKING:
     from .domain import Domain
+    from .param import ParamRecord
     from .shard import Shard
 
 
 class ExactParams:
     """The params of a domain that were handed over in fp32, while they are whole."""
 
-    def __init__(self, domain: Domain):
+    def __init__(self, domain: Domain, shows_averages: bool = False):
         """Collective where ranks cannot read each other's values, which are then gathered at once, and with a disk.
+
+        Args:
+            shows_averages: buckets hold rounded averages, and masters follow the weights that were put away.
 
         Raises:
             OffloadError: a rank could not read or write its own; raised on all ranks, and params are as before.
         """
-        self._domain, shards = domain, _cast_shards(domain)
+        self._domain, self._shows_averages, shards = domain, shows_averages, _cast_shards(domain)
         try:
             with nullcontext() if domain.store.is_final else agreed("the beginning of unsharded()", domain.mesh.world):
-                for shard in shards:
+                for shard in shards if not shows_averages else ():
                     shard.show_exact()
-            self._buckets = [_ExactBucket(domain, each) for each in shards]
+            self._buckets = [_ExactBucket(domain, each, shows_averages) for each in shards]
         except BaseException:
             for shard in shards:
                 shard.shows_exact = False
@@ -67,10 +72,18 @@ class ExactParams:
         """
         try:
             self.compute()
-            self._write()
+            if not self._shows_averages:
+                self._write()
         finally:
             for each in self._buckets:
                 each.shard.shows_exact = False
+
+    def written(self) -> ParamRecord | None:
+        """Returns a param that differs in this rank's slice from what is kept, if any."""
+        for each in self._buckets:
+            if each.is_written():
+                return each.written()
+        return None
 
     def _write(self) -> None:
         domain, world = self._domain, self._domain.mesh.world
@@ -95,12 +108,15 @@ class _ExactBucket:
         whole: 1D fp32, laid out as the bucket; None until they are used.
     """
 
-    def __init__(self, domain: Domain, shard: Shard):
+    def __init__(self, domain: Domain, shard: Shard, shows_averages: bool = False):
         self._domain, self.shard, self._bucket = domain, shard, shard.bucket
         self._is_shown = False
+        # The params that show their averages: those that were updated.
+        entries = domain.entries.values() if shows_averages and EMA in shard.states else ()
+        self._averaged = [entry for entry in entries if entry.shard is shard and entry.step]
         self.whole: torch.Tensor | None = None
         if domain.mesh.shard.size > 1 and domain.remote is None:
-            self.whole = domain.gather(shard, shard.exact)
+            self.whole = self._gather()
 
     def guard(self) -> None:
         if not self._is_shown:
@@ -117,11 +133,21 @@ class _ExactBucket:
         self._bucket.show_values(self.whole)
         self._is_shown = True
 
+    def _gather(self) -> torch.Tensor:
+        domain, shard = self._domain, self.shard
+        whole = domain.gather(shard, shard.exact)
+        averages = domain.gather(shard, EMA) if self._averaged else whole
+        for entry in self._averaged:
+            view = self._bucket.view(whole, entry.index, entry.param)
+            view.copy_(self._bucket.view(averages, entry.index, entry.param))
+        return whole
+
     def _read(self) -> torch.Tensor:
         shard, bucket = self.shard, self._bucket
         whole = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=bucket.device)
+        averaged = {entry.index for entry in self._averaged}
         for index in bucket.present:
-            fetch = self._domain.fetcher(shard, index, shard.exact)
+            fetch = self._domain.fetcher(shard, index, EMA if index in averaged else shard.exact)
             assert fetch is not None
             bucket.view(whole, index, bucket.params[index]).copy_(fetch())
         return whole
@@ -147,8 +173,26 @@ class _ExactBucket:
         if self.whole is None:
             return False
         self.whole.copy_(codecs.follow(self.whole, self._bucket.flat, ties=True))
-        kept, own = self.shard.whole(self.shard.exact), self._own()
-        return not torch.equal(kept.to(own.device).view(torch.int32), own.view(torch.int32))
+        return not _same(self._kept(), self._own())
+
+    def written(self) -> ParamRecord | None:
+        """Returns a param of this rank's slice that was written; :meth:`is_written` was asked."""
+        kept, own = self._kept(), self._own()
+        for entry in self._domain.entries.values():
+            where = self.shard.slice_of(entry.index).local if entry.shard is self.shard else slice(0, 0)
+            if not _same(kept[where], own[where]):
+                return entry
+        return None
+
+    def _kept(self) -> torch.Tensor:
+        """This rank's slice as it is kept."""
+        kept = self.shard.whole(self.shard.exact)
+        if self._averaged:
+            kept, averages = kept.clone(), self.shard.whole(EMA)
+            for entry in self._averaged:
+                where = self.shard.slice_of(entry.index).local
+                kept[where] = averages[where]
+        return kept.to(self._own().device)
 
     def write(self) -> None:
         """Writes this rank's slice."""
@@ -161,6 +205,10 @@ class _ExactBucket:
     def _own(self) -> torch.Tensor:
         assert self.whole is not None
         return self.whole[self._bucket.layout.shard_slice(self._domain.mesh.shard.rank)]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def _cast_shards(domain: Domain) -> list[Shard]:
@@ -180,6 +228,25 @@ def exact_params(domain: Domain) -> Iterator[None]:
         exact, domain.exact = domain.exact, None
         if exact is not None:
             exact.end()
+
+
+@contextmanager
+def exact_averages(domain: Domain) -> Iterator[Callable[[], ParamRecord | None]]:
+    """The same of ``unsharded(ema=True)``, whose end writes nothing. Yields what returns a param that was written."""
+    if not _cast_shards(domain):
+        yield lambda: None
+        return
+    exact = domain.exact = ExactParams(domain, shows_averages=True)
+
+    def written() -> ParamRecord | None:
+        exact.compute()
+        return exact.written()
+
+    try:
+        yield written
+    finally:
+        domain.exact = None
+        exact.end()
 
 
 @contextmanager

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardopt
-from shardopt import BindingError, Offload, OffloadError, ShardedAdamW, ShardedOptimizer, ShardedSGD, Tuning
+from shardopt import (
+    BindingError,
+    Offload,
+    OffloadError,
+    ShardedAdamW,
+    ShardedOptimizer,
+    ShardedSGD,
+    ShardoptError,
+    Tuning,
+)
 from shardopt.tensors.part import Part
 from shardopt.tensors.unsharded_guard import own_class
 from tests.support.comparing import raw
@@ -569,6 +578,48 @@ def written() -> None:
         assert same(dict(model.state_dict()), before), stage
         assert all(param.dtype is FP32 for param in model.parameters())
         assert model(batch(0))["logits"].dtype is FP32
+
+
+def averages_in_fp32(directory: str) -> None:
+    """``unsharded(ema=True)`` shows the averages as they are kept; a forward sees what they round to."""
+    for stage, more in ((0, {}), (1, {}), (1, {"offload": directory}), (2, {}), (3, {}), (3, {"state_format": "int8"})):
+        model, opt = made(stage, ema=0.9, **more)
+        for step in range(2):
+            step_of(model, opt, batch(step))
+        before = exact(model)
+        kept = {name: opt.state[param].get("ema", before[name]) for name, param in model.named_parameters()}
+        averages = {name: v.full_tensor() if isinstance(v, Part) else v.clone() for name, v in kept.items()}
+        rounded = Net().to(BF16)
+        rounded.scale = model.scale  # buffers stay what they are
+        for name, param in rounded.named_parameters():
+            param.data = averages[name].to(BF16)
+        expected = rounded(low(batch(5), BF16))["logits"]
+        for _ in range(2):
+            with opt.unsharded(ema=True), torch.no_grad():
+                assert raw(model(batch(5))["logits"]) == raw(expected), stage
+                assert model.seen == [BF16, BF16]
+                shown = {name: param.detach().clone() for name, param in model.named_parameters()}
+                assert all(each.dtype is FP32 for each in shown.values()) and same(shown, averages), stage
+                assert same({name: model.state_dict()[name] for name in shown}, averages), stage
+                assert raw(model(batch(5))["logits"]) == raw(expected), stage
+            assert same(exact(model), before), stage
+        with raises(ShardoptError, "(shape (40,)) was written inside"), opt.unsharded(ema=True), torch.no_grad():
+            model.block.norm.weight.mul_(1 + 2**-20)  # less than bf16 can tell
+        assert same(exact(model), before), stage
+        with opt.unsharded(), opt.unsharded(ema=True):
+            assert raw(model.block.norm.weight.detach()) == raw(averages["block.norm.weight"]), stage
+        step_of(model, opt, batch(2))
+        other, plain = made(stage, ema=0.9, **more)
+        for step in range(3):
+            step_of(other, plain, batch(step))
+        assert same(exact(model), exact(other)), stage
+        opt.close()
+        plain.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_averages_are_shown_in_fp32(ranks: Pool, world: int, tmp_path: Path) -> None:
+    ranks.run(averages_in_fp32, str(tmp_path), world=world)
 
 
 def written_beside_faults(path: str) -> None:
