@@ -6,17 +6,20 @@
     python bench/wire_quality.py --quick                  does it run?
 
 Ranks are processes that send each other messages. All ways of a seed have the same first params and batches, so that
-`over` compares the loss of a seed with that of the same seed uncompressed. Trainings that differ in the last bit end
-apart by chance: `chance` is one with the same options from first params of which one element differs by one ulp, and
-says how much of a difference means nothing.
+`over` compares the loss of a seed with that of the same seed uncompressed, and says how uncertain the mean is: by one
+standard error. Trainings end apart by chance: `chance` is uncompressed too, from first params that are shaken by 1 %,
+as much as 8 bits shake them, and says how much of a difference means nothing. (One ulp would say less: so small a
+difference does not grow to that within 1,000 steps.)
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +32,7 @@ from torch import multiprocessing
 import shardopt
 
 RANKS = 2
+SHAKEN = 0.01
 PLAIN, CHANCE = "plain", "chance"
 BOTH: dict[str, Any] = {"gather_dtype": "int8", "reduce_dtype": "int8", "error_feedback": True}
 
@@ -42,7 +46,7 @@ class Traffic(NamedTuple):
 
 WAYS = {
     PLAIN: Traffic("uncompressed, stage 2", {"stage": 2}),
-    CHANCE: Traffic("chance", {"stage": 2}),
+    CHANCE: Traffic("uncompressed, shaken first params", {"stage": 2}),
     "both-2": Traffic("int8 params, int8 gradients, feedback, stage 2", {"stage": 2, **BOTH}),
     "both-3": Traffic("int8 params, int8 gradients, feedback, stage 3", {"stage": 3, **BOTH}),
     "low-2": Traffic("int8 params, int4 gradients, feedback, stage 2", {"stage": 2, **BOTH, "reduce_dtype": "int4"}),
@@ -70,6 +74,8 @@ def run(rank: int, args: argparse.Namespace, directory: str) -> None:
             if is_late[0]:
                 break
             its[name] = train(rank, name, seed, args)
+            if rank == 0:
+                print(f"seed {seed}, {WAYS[name].title}: {its[name]:.4f}", flush=True)
         else:
             for name, loss in its.items():
                 losses.setdefault(name, []).append(loss)
@@ -83,7 +89,9 @@ def train(rank: int, name: str, seed: int, args: argparse.Namespace) -> float:
     training.sampler.manual_seed(RANKS * seed + rank)
     if name == CHANCE:
         with torch.no_grad():
-            training.model.get_parameter("blocks.0.qkv.weight").view(-1)[:1].view(torch.int32).add_(1)
+            shaking = torch.Generator().manual_seed(seed)
+            for param in training.model.parameters():
+                param.mul_(1 + SHAKEN * torch.randn(param.shape, generator=shaking))
     tuning = shardopt.Tuning(neighbours=False, keep_below=0, bucket_bytes=1 << 18)
     opt = shardopt.ShardedAdamW(
         training.model,
@@ -104,6 +112,11 @@ def train(rank: int, name: str, seed: int, args: argparse.Namespace) -> float:
         loss = training.held_out_loss(args.windows)
     opt.close()
     return loss
+
+
+def uncertainty(values: Sequence[float]) -> float:
+    """The standard error of their mean."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def main() -> None:
@@ -132,6 +145,7 @@ def main() -> None:
             WAYS[name].title,
             f"{statistics.mean(losses[name]):.4f}",
             f"{statistics.mean(each):+.2%}",
+            f"{uncertainty(each):.2%}",
             f"{min(each):+.2%}",
             f"{max(each):+.2%}",
         ]
@@ -139,7 +153,9 @@ def main() -> None:
     ]
     if not over:
         sys.exit("no seed was trained in all ways: give more --minutes, or fewer --steps or --ways")
-    show(f"{args.steps} steps, {len(losses[PLAIN])} seeds", ("way", "held-out loss", "over", "least", "most"), rows)
+    show(
+        f"{args.steps} steps, {len(losses[PLAIN])} seeds", ("way", "held-out loss", "over", "+-", "least", "most"), rows
+    )
     write_result("wire-quality", args, torch.device("cpu"), {"losses": losses, "over": over})
 
 
