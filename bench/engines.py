@@ -201,6 +201,18 @@ ENGINES = {
         stage=2,
         is_extra=True,
     ),
+    "host-2": Offer(
+        "shardopt stage 2, by host",
+        make_handed_over(2, wrapped=False, tuning=shardopt.Tuning(by_host=True)),
+        stage=2,
+        is_extra=True,
+    ),
+    "host-int8-2": Offer(
+        "shardopt stage 2, by host, int8 both ways",
+        make_handed_over(2, wrapped=False, **INT8, tuning=shardopt.Tuning(by_host=True)),
+        stage=2,
+        is_extra=True,
+    ),
     "int8-2": Offer(
         "shardopt stage 2, int8 both ways", make_handed_over(2, wrapped=False, **INT8), stage=2, is_extra=True
     ),

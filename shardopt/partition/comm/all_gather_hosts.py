@@ -16,7 +16,6 @@ import torch
 
 from ...errors import CommunicationError
 from .all_gather import FIRST_TAG, AllGather
-from .left import RankLeft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,9 +68,9 @@ class HostGather:
         """Reads what a rank of this host, with this number on it, has: its own shards, and those that came to it."""
         try:
             notice = self._board.wait(rank, lambda notice: notice.filled > 0, self._phase)
-        except RankLeft as error:
+        except CommunicationError as error:  # whose words are those of a backward
             raise CommunicationError(
-                f"look at the output of rank {rank}, to which nothing came from another host, "
+                f"look at the output of rank {rank}: it ended or did not come, or nothing came to it from another host, "
                 f"{self._ranks.at(self._phase)}."
             ) from error
         memory, pid = self._hosts.memory, self._hosts.pids[rank]
