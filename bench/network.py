@@ -104,15 +104,15 @@ class Wire:
         each = UNITS * numel // settings.ranks // pieces if name == "wire" else 1
         own = torch.ones(each, dtype=DTYPES[settings.dtype])
         peers = [peer for peer in range(settings.ranks) if peer != rank]
-        self._messages = [(peer, own, torch.empty_like(own)) for _ in range(pieces) for peer in peers]
+        self._messages = [(peer, tag, own, torch.empty_like(own)) for tag in range(pieces) for peer in peers]
         self.take_turn()  # opens connections
 
     def take_turn(self) -> dict[str, float]:
         dist.barrier()
         (received, sent), cpu = bytes_moved(), time.process_time()
         begin = time.perf_counter()
-        works = [dist.irecv(into, peer, tag=tag) for tag, (peer, _, into) in enumerate(self._messages)]
-        works += [dist.isend(own, peer, tag=tag) for tag, (peer, own, _) in enumerate(self._messages)]
+        works = [dist.irecv(into, peer, tag=tag) for peer, tag, _, into in self._messages]
+        works += [dist.isend(own, peer, tag=tag) for peer, tag, own, _ in self._messages]
         for work in works:
             assert work is not None
             work.wait()
