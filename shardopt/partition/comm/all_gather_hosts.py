@@ -70,8 +70,8 @@ class HostGather:
             notice = self._board.wait(rank, lambda notice: notice.filled > 0, self._phase)
         except CommunicationError as error:  # whose words are those of a backward
             raise CommunicationError(
-                f"look at the output of rank {rank}: it ended or did not come, or nothing came to it from another host, "
-                f"{self._ranks.at(self._phase)}."
+                f"look at the output of rank {rank}: it ended or did not come, or nothing came to it from "
+                f"another host, {self._ranks.at(self._phase)}."
             ) from error
         memory, pid = self._hosts.memory, self._hosts.pids[rank]
         addresses = torch.empty(len(windows), dtype=torch.int64)
