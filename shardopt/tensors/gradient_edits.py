@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,16 @@ def _is_by_element(function: Any) -> bool:
     plain = getattr(aten, name.removesuffix("_"), None)
     forms = [function, *(getattr(plain, each) for each in (() if plain is None else plain.overloads()))]
     return function.overloadpacket in _SIMPLE or any(torch.Tag.pointwise in each.tags for each in forms)
+
+
+@dataclass(frozen=True)
+class _Itself:
+    """Stands for the gradient that an edit is of, in the text of the edit."""
+
+    words: str = "itself"
+
+
+_ITSELF = _Itself()
 
 
 def edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -91,7 +102,12 @@ def _edit_slice(function: Any, part: Any, arguments: tuple[Any, ...], keywords: 
         its, named = tree_map_only(Tensor, local, (arguments, keywords))
         function(*its, **named)
 
-    change(own, in_dtype(part.dtype, by), told(function, arguments, keywords), wholes)
+    # Its own edits are compared in their order. How many it had is no part of that: ranks that were refused a step, as one
+    # of them had assigned zeros, go on by assigning the same. Test: test_zeros_are_the_mean_on_all_ranks_only.
+    given, named = tree_map_only(
+        Part, lambda each: _ITSELF if getattr(each, "gradient_slice", None) is own else each, (arguments, keywords)
+    )
+    change(own, in_dtype(part.dtype, by), told(function, given, named), wholes)
     return part
 
 
