@@ -102,8 +102,8 @@ def _edit_slice(function: Any, part: Any, arguments: tuple[Any, ...], keywords: 
         its, named = tree_map_only(Tensor, local, (arguments, keywords))
         function(*its, **named)
 
-    # Its own edits are compared in their order. How many it had is no part of that: ranks that were refused a step, as one
-    # of them had assigned zeros, go on by assigning the same. Test: test_zeros_are_the_mean_on_all_ranks_only.
+    # Its own edits are compared in their order. How many it had is no part of that: ranks that were refused a step, as
+    # one of them had assigned zeros, go on by assigning the same. Test: test_zeros_are_the_mean_on_all_ranks_only.
     given, named = tree_map_only(
         Part, lambda each: _ITSELF if getattr(each, "gradient_slice", None) is own else each, (arguments, keywords)
     )
