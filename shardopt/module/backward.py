@@ -172,7 +172,9 @@ class Backward(RoundGradients):
         others = (gather, GradientFetch(domain, shard, index)) if domain.mesh.shard.size > 1 else (None, None)
         total = shard.gradient_sum.total[where.local]
         entry.gradient_slice = GradientSlice(total, where.start, place, receive, *others)
-        entry.gradient_slice.group, entry.gradient_slice.draws = domain.mesh.world.group, partial(domain.draw, entry)
+        entry.gradient_slice.group = domain.mesh.world.group
+        # A gradient that a script keeps must not keep the optimizer (test_no_page_of_sums_stays_registered).
+        entry.gradient_slice.draws = call_while_alive(lambda domain, entry: domain.draw(entry), domain, entry)
 
     def detach(self) -> None:
         """Removes all hooks: gradients are autograd's own again."""

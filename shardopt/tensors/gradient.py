@@ -157,7 +157,7 @@ class GradientPart(Part):
         return OfMoment(own.fetch, own.moment, own.copied(), *form, own.fetch.steps)
 
     @property
-    def draws(self) -> Callable[[], str] | None:  # type: ignore[override]
+    def draws(self) -> Callable[[], str | None] | None:  # type: ignore[override]
         return self.gradient_slice.draws
 
     @property

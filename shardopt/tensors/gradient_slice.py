@@ -54,7 +54,7 @@ class GradientSlice:
             next round reduces it.
         unreduced: address of the gradient that autograd accumulated while nothing reduced it; 0: none.
         was_early: that was before the param was bound.
-        draws: names the next noise that is drawn for the param.
+        draws: names the next noise that is drawn for the param; None once the optimizer is gone.
         group: the ranks over which this is the mean; None: this rank alone.
         is_spoilt_elsewhere: gradients of other ranks' experts hold an Inf or NaN.
         fetch: reads the whole mean of a moment, this rank alone, in host memory and the slice's dtype; counts steps.
@@ -88,7 +88,7 @@ class GradientSlice:
         self.pending: Tensor | None = None
         self.unreduced, self.was_early = 0, False
         self.group: ProcessGroup | None = None
-        self.draws: Callable[[], str] | None = None
+        self.draws: Callable[[], str | None] | None = None
         self.is_spoilt_elsewhere = False
         self.round, self.edit_count = 0, 0
         self.is_moving = self.was_read = False

@@ -123,5 +123,7 @@ def noise_of(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, A
     if not is_of_numbers or (packet is _aten.bernoulli and "p" not in named):
         return None
     key = like.draws()
+    if key is None:
+        return None
     numbers = {name: each for name, each in named.items() if type(each) in (int, float)}
     return Noise(packet, numbers, f"{packet.__name__} {numbers} of draw {key}", key, named.get("dtype") or like.dtype)

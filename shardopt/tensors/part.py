@@ -52,7 +52,7 @@ class Part(Guarded, torch.Tensor):
     words: str = "part"
     fingerprint: torch.Tensor | None = None
     is_shown = False
-    draws: Callable[[], str] | None = None
+    draws: Callable[[], str | None] | None = None
 
     start: int
     _local: torch.Tensor
