@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -145,15 +144,15 @@ class AllGather:
             CommunicationError: a rank died or is late.
             DisagreementError: ranks run apart; all has arrived, and may hold anything.
         """
-        ends, self.ends = iter(self.ends.values()), {}
-        try:
-            for end in ends:
+        ends, self.ends = self.ends, {}
+        apart: DisagreementError | None = None
+        for end in ends.values():
+            try:
                 end()
-        except DisagreementError:
-            for end in ends:  # other ranks complete these as well: memory is freed once all has arrived
-                with suppress(DisagreementError):
-                    end()
-            raise
+            except DisagreementError as error:  # ranks complete the rest as well: memory is freed once it has arrived
+                apart = error
+        if apart is not None:
+            raise apart
 
 
 def by_messages(ranks: Members, phase: str, limit: timedelta | None = None) -> AllGather:
