@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import CommunicationError
 from ..machine import ranks_here
 from ..offload.pinned import memory_limit
 from .agreement import agreed
@@ -83,7 +83,12 @@ def fill_device(domain: Domain) -> None:
             for shard in shards:
                 homes.append(near.home(shard.numel, shard.dtype, shard.device))
                 copy_streams(shard, homes[-1])
-    except OffloadError as error:  # raised, it would make a script repeat a step that all ranks have taken
+    except CommunicationError:
+        raise
+    except (
+        RuntimeError,
+        MemoryError,
+    ) as error:  # raised, it would make a script repeat a step that all ranks have taken
         warnings.warn(
             f'give a fraction in place of Offload(fraction="auto"): all states stay offloaded. {error}', stacklevel=2
         )

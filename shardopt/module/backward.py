@@ -22,7 +22,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -62,7 +62,7 @@ def wait_of(thread: int, groups: Sequence[dist.ProcessGroup]) -> Wait | None:
         code = frame.f_code
         if code.co_filename == _FILE and _COLLECTIVES.fullmatch(code.co_name):
             given = frame.f_locals.get("group") or dist.group.WORLD
-            if not isinstance(given, dist.ProcessGroup) or host_group(given) not in groups:
+            if not isinstance(given, dist.ProcessGroup) or given not in groups:  # to make one beside it is collective
                 return None
             group = host_group(given)
             return Wait(groups.index(group), None, book_of(group).collectives, f"{code.co_name}()")
@@ -116,15 +116,16 @@ class Apart:
         under_way = list(book_of(self._group).evaluations.values())
         for each in under_way:  # first: what completes them is not their values
             each.verdict = self._verdict(evaluation, waiting)
-        if not any([self._complete(under_way, rank, wait) for rank, wait in waiting.items()]):
+        if not any([self._may_complete(under_way, rank, wait) for rank, wait in waiting.items()]):
             for each in under_way:
                 each.verdict = None
 
-    def _complete(self, evaluations: Sequence[Evaluation], rank: int, wait: Wait) -> bool:
+    def _may_complete(self, evaluations: Sequence[Evaluation], rank: int, wait: Wait) -> bool:
+        """Asks a rank to complete gathers. Returns False only if it says that it does not: else zeros may come."""
         try:
             return bool(self._ask(rank, {"complete": self._facts(evaluations, rank), "while": wait}))
         except (OSError, EOFError, ValueError):
-            return False
+            return True
 
     def _ask(self, rank: int, request: dict[str, Any]) -> Any:
         with self._connect(rank) as peer:
@@ -159,6 +160,8 @@ class Apart:
         place, rank, gathers = request["where"] if "where" in request else request["complete"]
         group = self._groups[int(place)]
         book, wait = book_of(group), wait_of(self._trainer() or threading.main_thread().ident or 0, self._groups)
+        if wait is not None and wait.tag is not None:  # with what this rank completed and did not run
+            wait = wait._replace(number=book_of(self._groups[wait.group]).begun_with(wait.tag, rank))
         lacking = [each for each in gathers if book.begun_with(each[0], rank) < each[1]]
         if "where" in request:
             return [not lacking, wait]
@@ -168,6 +171,7 @@ class Apart:
         for tag, _, nbytes in lacking:
             book.completed[tag, rank] += 1
             book.messages += 2
+            book.left_out += 2 * (group.size() - 2)
             works.append(dist.irecv(torch.empty(nbytes, dtype=torch.uint8), group_src=rank, group=group, tag=tag))
             works.append(dist.isend(torch.zeros(nbytes, dtype=torch.uint8), group_dst=rank, group=group, tag=tag))
         for each in works:

@@ -41,7 +41,7 @@ from .listener import Listener
 if TYPE_CHECKING:
     from .apart import Apart
 
-MAX_REQUEST = 4096  # bytes; no request of a rank is longer
+MAX_REQUEST = 1 << 16  # bytes; no request of a rank is longer: one may list the gathers of a unit of many buckets
 MAX_ERROR = 4096  # characters of an error's text; the peer reads at most 64 KiB
 CHUNK = 64 << 20  # bytes of one answer
 # A stranger must not hold threads and sockets. Test: test_strangers_hold_nothing_for_long in

@@ -121,8 +121,9 @@ def _drawn(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) 
     if writes and not isinstance(like, PartResult):
         return None
     if packet is _aten.native_dropout:
-        kept = torch.rand_like(like) >= (arguments[1] if arguments[2] is not False else 0.0)
-        return like * kept / (1 - arguments[1]) if arguments[2] is not False else like.clone(), kept
+        dropped = arguments[1] if arguments[2] is not False else 0.0
+        kept = torch.rand_like(like) >= dropped
+        return like * kept / (1 - dropped if dropped < 1 else 1) if dropped else like.clone(), kept
     if function in _BY_PART:
         found: Tensor = torch.rand_like(like) < arguments[-1]
         return like.copy_(found) if writes else found.to(like.dtype)

@@ -595,7 +595,7 @@ def _unwritable(function: Any) -> StateError:
 def _dropout(_: Any, part: GradientPart, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not training:
         return part
-    found = part * (torch.rand_like(part) >= p) / (1 - p)
+    found = part * (torch.rand_like(part) >= p) / (1 - p if p < 1 else 1)
     return part.copy_(found) if inplace else found
 
 

@@ -24,11 +24,11 @@ class Mask(PartResult):
         some: any element of the whole is true.
     """
 
-    every: bool
-    some: bool
+    every: bool | None
+    some: bool | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, like: Part, made: Made, every: bool, some: bool) -> Self:
+    def __new__(cls, local: Tensor, like: Part, made: Made, every: bool | None, some: bool | None) -> Self:
         """Makes a mask that is cut as ``like``."""
         mask = PartResult.__new__(cls, local, like, made)
         mask.every, mask.some = every, some
@@ -36,8 +36,12 @@ class Mask(PartResult):
 
     @classmethod
     def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        mask = arguments[0]
-        if len(arguments) == 1 and isinstance(mask, Mask):
+        mask = arguments[0] if arguments else None
+        if isinstance(mask, Mask) and any(
+            each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments
+        ):
+            mask.every = mask.some = None  # it is written
+        if len(arguments) == 1 and isinstance(mask, Mask) and mask.every is not None and mask.some is not None:
             if function is torch.ops.aten.all.default:
                 return torch.scalar_tensor(mask.every, dtype=torch.bool, device=mask.device)
             if function is torch.ops.aten.any.default:

@@ -73,7 +73,8 @@ _WAYS: dict[Any, _Way] = {
     _aten.bernoulli_: lambda drawn, its: drawn.uniform() < its.get("p", 0.5),
     _aten.bernoulli: lambda drawn, its: drawn.uniform() < its["p"],
     _aten.random_: lambda drawn, its: _integers(drawn, its.get("from", 0), its.get("to")),
-    _aten.exponential_: lambda drawn, its: -(1 - drawn.uniform()).log() / its.get("lambd", 1.0),
+    # Never 0, as torch's: -log of it is a Gumbel's.
+    _aten.exponential_: lambda drawn, its: -(1 - drawn.uniform() - 2.0**-33).log() / its.get("lambd", 1.0),
     _aten.log_normal_: lambda drawn, its: (its.get("mean", 1.0) + its.get("std", 2.0) * drawn.normal()).exp(),
     _aten.geometric_: lambda drawn, its: ((1 - drawn.uniform()).log() / math.log1p(-its["p"])).ceil().clamp(min=1),
     _aten.cauchy_: lambda drawn, its: (

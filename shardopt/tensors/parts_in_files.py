@@ -20,18 +20,21 @@ import torch
 from .part import Part
 from .safetensors_format import NAME_OF_DTYPE, bytes_of, header
 
-_ADDRESSES, _WRITES = "_flatten_as_ptr", "serialize_file"
+_ADDRESSES, _WRITES, _BYTES, _CHECK = "_flatten_as_ptr", "serialize_file", "serialize", "_evaluate_tensors_for_save"
 
 
 def stream_parts() -> None:
     """Makes ``safetensors.torch.save_file()`` stream parts from now on."""
     from safetensors import torch as library
 
-    addresses, writes = getattr(library, _ADDRESSES, None), getattr(library, _WRITES, None)
-    if addresses is None or writes is None or isinstance(addresses, _Addresses):
+    found = [getattr(library, name, None) for name in (_ADDRESSES, _WRITES, _BYTES, _CHECK)]
+    if any(each is None for each in found) or isinstance(found[0], _Addresses):
         return  # done before; or a release that works otherwise, for which parts have addresses
-    setattr(library, _ADDRESSES, _Addresses(addresses, library._evaluate_tensors_for_save))
+    addresses, writes, to_bytes, check = found
+    assert addresses is not None and writes is not None and to_bytes is not None and check is not None
+    setattr(library, _ADDRESSES, _Addresses(addresses, check))
     setattr(library, _WRITES, _Writes(writes))
+    setattr(library, _BYTES, _Bytes(to_bytes, addresses))
 
 
 class _Parts(dict[str, torch.Tensor]):
@@ -62,9 +65,22 @@ class _Writes:
 
     def __call__(self, tensors: Any, filename: Any, metadata: Mapping[str, str] | None = None) -> None:
         if isinstance(tensors, _Parts):
-            _write(tensors, os.fspath(filename), metadata or {})
+            _write(tensors, os.fspath(filename), metadata)
         else:
             self.writes(tensors, filename, metadata)
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """The library's function that returns a file as bytes: those of all parts are in memory then anyway."""
+
+    to_bytes: Callable[..., bytes]
+    addresses: Callable[..., Any]
+
+    def __call__(self, tensors: Any, *arguments: Any, **keywords: Any) -> bytes:
+        if isinstance(tensors, _Parts):
+            tensors = self.addresses(dict(tensors))
+        return self.to_bytes(tensors, *arguments, **keywords)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -73,7 +89,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _write(tensors: Mapping[str, torch.Tensor], filename: str, metadata: Mapping[str, str]) -> None:
+def _write(tensors: Mapping[str, torch.Tensor], filename: str, metadata: Mapping[str, str] | None) -> None:
     """Writes a file, which takes its name once it is whole: several ranks may write the same one."""
     # In the library's order: what has more bytes an element first, so that all of them are aligned.
     named = sorted(tensors.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))

@@ -24,9 +24,9 @@ DTYPES = {
 NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+def header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None) -> bytes:
     """Returns the bytes before the first element, for (name, dtype, shape) of the tensors in the order of the file."""
-    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    described: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, dtype, shape in tensors:
         end = offset + torch.Size(shape).numel() * dtype.itemsize

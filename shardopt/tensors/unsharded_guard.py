@@ -240,9 +240,10 @@ class AnswersInFp32:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if (function in _SIZES or function in _MAKERS) and cls.answers_in_fp32(args[0]):
+        param = args[0] if args else (kwargs or {}).get("input")
+        if (function in _SIZES or function in _MAKERS) and cls.answers_in_fp32(param):
             if function in _SIZES:
-                return _SIZES[function](args[0])
+                return _SIZES[function](param)
             kwargs = {"dtype": _FP32, **(kwargs or {})}
         return super().__torch_function__(function, types, args, kwargs)  # type: ignore[misc]
 

@@ -28,7 +28,7 @@ def through_host() -> Iterator[None]:
 
 
 class HostTransport(Transport):
-    def all_gather(self, phase: str, limit: timedelta | None = None) -> AllGather:
+    def all_gather(self, phase: str, limit: timedelta | None = None, evaluates: bool = False) -> AllGather:
         return by_copies(self.ranks, phase)
 
     def reduce_scatter(self, is_coded: bool = False) -> ReduceScatter:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import graph
 
+from .messages import book_of
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -39,7 +41,7 @@ def begun(group: dist.ProcessGroup) -> int:
         with suppress(RuntimeError):  # a backend that does not count
             backend: Any = group._get_backend(device)
             found += backend._get_sequence_number_for_group()
-    return found
+    return found + book_of(group).left_out
 
 
 def note_ended(group: dist.ProcessGroup, rank: int, count: int) -> None:
@@ -64,7 +66,14 @@ def waits() -> bool:
 
 def _is_wait(innermost: FrameType) -> bool:
     name = innermost.f_code.co_filename
-    return name.startswith(_WAITS) or (name, innermost.f_code.co_name) == _OWN_WAIT
+    return name.startswith(_WAITS) or (name, innermost.f_code.co_name) in _OWN_WAITS
 
 
-_OWN_WAIT = (os.path.join(os.path.dirname(__file__), "group.py"), "wait")
+_OWN_WAITS = {
+    (os.path.join(os.path.dirname(__file__), file), function)
+    for file, function in (
+        ("group.py", "wait"),
+        ("patience.py", "wait_for_message"),
+        ("patience.py", "wait_for_collective"),
+    )
+}

@@ -49,12 +49,12 @@ class Evaluation:
     def look(self) -> None:
         """Asks the other ranks where they are, by a thread, if this rank has waited for a while."""
         now, is_looking = time.monotonic(), self._looking is not None and self._looking.is_alive()
-        if now < self._looks_at or is_looking or not self._book.inquirers:
+        inquirers = self._book.inquirers[-1:]  # at once: another thread may close the optimizer
+        if now < self._looks_at or is_looking or not inquirers:
             return
         self._pause = min(2 * self._pause, _LAST_PAUSE)
         self._looks_at = now + self._pause
-        inquire = self._book.inquirers[-1]
-        self._looking = threading.Thread(target=inquire, args=(self,), name="shardopt-apart", daemon=True)
+        self._looking = threading.Thread(target=inquirers[0], args=(self,), name="shardopt-apart", daemon=True)
         self._looking.start()
 
     def forget(self) -> None:
@@ -70,6 +70,7 @@ class Book:
         completed: by tag and rank: of gathers of that rank that this one completed, and did not run.
         evaluations: by tag: gathers that are under way.
         inquirers: ask the other ranks about one of these; the newest one counts.
+        left_out: messages of gathers that this rank completed, beside those that a rank sends that runs one.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -78,6 +79,7 @@ class Book:
         self.evaluations: dict[int, Evaluation] = {}
         self.inquirers: list[Callable[[Evaluation], None]] = []
         self.messages = 0  # sent and received
+        self.left_out = 0
 
     @property
     def collectives(self) -> int:

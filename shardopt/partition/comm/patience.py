@@ -107,7 +107,8 @@ class _MessageWait:
     def look(self) -> None:
         """Ends the wait if its time is up."""
         if self.evaluation is not None:
-            self.evaluation.look()
+            with suppress(RuntimeError):  # no more threads: the deadline still holds, as do those of other waits
+                self.evaluation.look()
         if time.monotonic() < self.began + self.seconds or self.is_over:
             return
         if is_read_alone(self.group, self.began):
