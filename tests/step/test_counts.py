@@ -186,8 +186,8 @@ def one_launch_a_shard(stage: int, handed_over: bool, **options: Any) -> None:
         touched = [shard for shard in shards if any((shard, piece.param) in where for piece in shard.pieces)]
         what = f"stage {stage}, handed over {handed_over}, {options}, step {number}"
         assert list(found["step"].values()) == [1] * len(touched), what
-        # Of copies of all gradients, only those of the first rank are looked at.
-        looks = stage > 0 or not handed_over or dist.get_rank() == 0
+        # Of copies of all gradients only the first rank looks at its own; one that releases them needs to know at once.
+        looks = stage > 0 or not handed_over or dist.get_rank() == 0 or "release_gradients" in options
         assert set(found["look"].values()) == ({1} if looks else set()), what
         if not handed_over:  # else one launch looks at many shards, while backward runs
             assert len(found["look"]) == len(touched), what

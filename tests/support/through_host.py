@@ -21,7 +21,7 @@ from shardopt.partition.comm.transport import Transport
 def through_host() -> Iterator[None]:
     """Within, optimizers that are bound move tensors of any device over gloo."""
     with (
-        patch.object(Transport, "of", lambda ranks, device, use_neighbours: HostTransport(ranks, device)),
+        patch.object(Transport, "of", lambda ranks, device, *_: HostTransport(ranks, device)),
         patch.object(connect, "Transport", HostTransport),  # of params that are offloaded
     ):
         yield
