@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..partition.comm.ended import note_unsent
 from ..partition.comm.host_group import host_group
 from ..partition.comm.messages import WAITS, book_of
 
@@ -171,7 +172,7 @@ class Apart:
         for tag, _, nbytes in lacking:
             book.completed[tag, rank] += 1
             book.messages += 2
-            book.left_out += 2 * (group.size() - 2)
+            note_unsent(group, 2 * (group.size() - 2))
             works.append(dist.irecv(torch.empty(nbytes, dtype=torch.uint8), group_src=rank, group=group, tag=tag))
             works.append(dist.isend(torch.zeros(nbytes, dtype=torch.uint8), group_dst=rank, group=group, tag=tag))
         for each in works:

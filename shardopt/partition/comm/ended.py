@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import graph
 
-from .messages import book_of
-
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -34,6 +32,10 @@ _WAITS = (os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "nn", "p
 _ENDED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
+# By group: messages of gathers that this rank completed for a rank apart, beside those that it would have sent itself.
+_UNSENT: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
 def begun(group: dist.ProcessGroup) -> int:
     """Returns how many collectives and messages this rank has begun in a group, by whatever library."""
     found = 0
@@ -41,7 +43,12 @@ def begun(group: dist.ProcessGroup) -> int:
         with suppress(RuntimeError):  # a backend that does not count
             backend: Any = group._get_backend(device)
             found += backend._get_sequence_number_for_group()
-    return found + book_of(group).left_out
+    return found + _UNSENT.get(group, 0)
+
+
+def note_unsent(group: dist.ProcessGroup, count: int) -> None:
+    """Counts messages that another rank has begun and this one has not, because it completed a gather of it alone."""
+    _UNSENT[group] = _UNSENT.get(group, 0) + count
 
 
 def note_ended(group: dist.ProcessGroup, rank: int, count: int) -> None:

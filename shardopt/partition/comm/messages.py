@@ -70,7 +70,6 @@ class Book:
         completed: by tag and rank: of gathers of that rank that this one completed, and did not run.
         evaluations: by tag: gathers that are under way.
         inquirers: ask the other ranks about one of these; the newest one counts.
-        left_out: messages of gathers that this rank completed, beside those that a rank sends that runs one.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -79,7 +78,6 @@ class Book:
         self.evaluations: dict[int, Evaluation] = {}
         self.inquirers: list[Callable[[Evaluation], None]] = []
         self.messages = 0  # sent and received
-        self.left_out = 0
 
     @property
     def collectives(self) -> int:
