@@ -4,7 +4,6 @@ Gradients are given, so that a training without the option has the exact values 
 """
 
 import copy
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ import shardopt
 from shardopt import ShardedAdamW, ShardedSGD, Tuning
 from shardopt.plan import Way, plan
 from tests.step.test_quantized_traffic import Given, arrived, own_gradients, wire
+from tests.support.compiled import nothing_compiled
 from tests.support.ranks import Pool
 from tests.support.training import raw
 
@@ -71,7 +71,7 @@ def follows(way: dict[str, Any], directory: str) -> None:
     seen = given.get("compute_dtype", dtype)
     if "offload" in given:
         given["offload"] = f"{directory}/{dist.get_rank()}"
-    with wire(name) as tuning:
+    with nothing_compiled(), wire(name) as tuning:
         overlaps = given.pop("overlaps", False)
         tuning = replace(tuning, overlap_gather=overlaps)
         made = []
@@ -81,7 +81,6 @@ def follows(way: dict[str, Any], directory: str) -> None:
             made.append((model, ShardedAdamW(of, lr=0.1, gather_dtype=asked, tuning=tuning, **given)))
         (twin, of_twin), (model, opt) = made
         for step in range(4):
-            gc.collect()  # a view in a cycle of garbage makes step() wait for params
             for each, its in made:
                 step_of(each, its, step, dtype)
             assert overlaps == (type(model.weights[6]) is not Parameter)  # it is on its way
