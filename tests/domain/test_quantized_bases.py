@@ -311,7 +311,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(kind, world, marks=() if world in worlds else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "world"), cases())
+@pytest.mark.parametrize(("kind", "world"), list(cases()))
 def test_a_quantized_base_is_sharded(ranks: Pool, kind: str, world: int, tmp_path: Path) -> None:
     package = kind.split()[0]
     if package in ("bitsandbytes", "torchao") and util.find_spec(package) is None:

@@ -23,12 +23,14 @@ SAYS = re.compile(
 SAYS_HERE = {"checkpoint/write.py": re.compile(r"^self\._(?:leave|wait)$")}
 
 
-# Errors of threads, which their own thread's caller raises; and two of collectives that other ranks' writes depend on.
+# Errors of threads, which their own thread's caller raises; two of collectives that other ranks' writes depend on; and
+# that of a rank apart, which ends its other gathers first.
 KEEPING = {
     "checkpoint/background.py",
     "domain/sharded_params.py",
     "module/round_gradients.py",
     "offload/disk/pipeline.py",
+    "partition/comm/all_gather.py",
     "partition/comm/together.py",
 }
 
