@@ -20,7 +20,7 @@ import torch
 from ..errors import CommunicationError
 from ..machine import ranks_here
 from ..offload.pinned import memory_limit
-from .agreement import agreed
+from .agreement import agree_on_call
 from .formats import itemsize_of
 from .relocate import copy_streams
 
@@ -77,18 +77,19 @@ def fill_device(domain: Domain) -> None:
     rows = domain.mesh.world.exchange([num_fitting(nbytes, room)], "counting the states that devices have room for")
     shards = domain.shards[: min(fitting for (fitting,) in rows)]
     homes: list[ShardStorage] = []
+
+    def read() -> dict[str, int]:
+        near = domain.store_for(domain.device, stays=True)
+        for shard in shards:
+            homes.append(near.home(shard.numel, shard.dtype, shard.device))
+            copy_streams(shard, homes[-1])
+        return {"buckets": len(shards)}
+
     try:
-        with agreed({"buckets whose states are taken back": len(shards)}, domain.mesh.world):
-            near = domain.store_for(domain.device, stays=True)
-            for shard in shards:
-                homes.append(near.home(shard.numel, shard.dtype, shard.device))
-                copy_streams(shard, homes[-1])
+        agree_on_call("taking states back", read, domain.mesh.world)
     except CommunicationError:
         raise
-    except (
-        RuntimeError,
-        MemoryError,
-    ) as error:  # raised, it would make a script repeat a step that all ranks have taken
+    except (RuntimeError, MemoryError) as error:  # raised, it would make a script repeat a step that all have taken
         warnings.warn(
             f'give a fraction in place of Offload(fraction="auto"): all states stay offloaded. {error}', stacklevel=2
         )

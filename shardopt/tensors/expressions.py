@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .later import Later
 from .noise import Noise, noise_of
 from .part import Part, is_cut_alike
 from .strides import flattened, in_storage_order
+
+if TYPE_CHECKING:
+    from .whole_memory import WholeMemory
 
 _aten = torch.ops.aten
 
@@ -39,12 +42,14 @@ class Made:
     Attributes:
         later: computes the whole when it is read; None: nothing does.
         words, fingerprint: as of a :class:`Part`.
+        whole: the memory of the whole, once an address was asked for; None again after a write.
     """
 
-    __slots__ = ("fingerprint", "later", "words")
+    __slots__ = ("fingerprint", "later", "whole", "words")
 
     def __init__(self, later: Callable[[], Tensor] | None, words: str, fingerprint: Tensor | None = None):
         self.later, self.words, self.fingerprint = later, words, fingerprint
+        self.whole: WholeMemory | None = None
 
 
 class PartResult(Part):
@@ -63,6 +68,14 @@ class PartResult(Part):
     @property
     def _fetch(self) -> Callable[[], Tensor] | None:  # type: ignore[override]
         return self._made.later
+
+    @property
+    def _whole(self) -> WholeMemory | None:
+        return self._made.whole
+
+    @_whole.setter
+    def _whole(self, memory: WholeMemory | None) -> None:
+        self._made.whole = memory
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -179,10 +192,15 @@ def _written(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     local = _locally(target, arguments, keywords)
     if local is None:
         return None
-    made = _made(function, arguments, keywords, target.dtype)  # of the values of before
-    target._whole = None
+    # Of the values of before. What is overwritten is no part of it: a buffer that takes a gradient in each step
+    # (buffer.copy_(param.grad)) would keep those of all steps.
+    if function.overloadpacket in _FILLING:
+        made = _made(function, (torch.empty_like(target), *arguments[1:]), keywords, target.dtype)
+    else:
+        made = _made(function, arguments, keywords, target.dtype)
     function(*local[0], **local[1])
-    target._made.later, target._made.words, target._made.fingerprint = made.later, made.words, made.fingerprint
+    its = target._made
+    its.later, its.words, its.fingerprint, its.whole = made.later, made.words, made.fingerprint, None
     return target
 
 

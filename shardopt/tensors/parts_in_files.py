@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,17 @@ def stream_parts() -> None:
     assert addresses is not None and writes is not None and to_bytes is not None and check is not None
     setattr(library, _ADDRESSES, _Addresses(addresses, check))
     setattr(library, _WRITES, _Writes(writes))
-    setattr(library, _BYTES, _Bytes(to_bytes, addresses))
+    setattr(library, _BYTES, _Bytes(to_bytes))
 
 
 class _Parts(dict[str, torch.Tensor]):
-    """The tensors of a file, some of them parts, in place of their addresses."""
+    """The tensors of a file, some of them parts, in place of their addresses.
+
+    Attributes:
+        addresses: reads them all, and returns the addresses.
+    """
+
+    addresses: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ class _Addresses:
         self.check(tensors)
         if not all(_is_plain(each) for each in tensors.values()):
             return self.addresses(tensors, *arguments, **keywords)
-        return _Parts(tensors)
+        parts = _Parts(tensors)
+        parts.addresses = partial(self.addresses, tensors, *arguments, **keywords)
+        return parts
 
 
 @dataclass(frozen=True)
@@ -75,12 +84,9 @@ class _Bytes:
     """The library's function that returns a file as bytes: those of all parts are in memory then anyway."""
 
     to_bytes: Callable[..., bytes]
-    addresses: Callable[..., Any]
 
     def __call__(self, tensors: Any, *arguments: Any, **keywords: Any) -> bytes:
-        if isinstance(tensors, _Parts):
-            tensors = self.addresses(dict(tensors))
-        return self.to_bytes(tensors, *arguments, **keywords)
+        return self.to_bytes(tensors.addresses() if isinstance(tensors, _Parts) else tensors, *arguments, **keywords)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -36,7 +36,9 @@ def files_of(folder: Path) -> list[str]:
 
 def saves(root: str) -> None:
     from accelerate import Accelerator
-    from safetensors.torch import load_file, save_file
+    from safetensors import safe_open
+    from safetensors.torch import load, load_file, save_file
+    from safetensors.torch import save as to_bytes
     from transformers import GPT2LMHeadModel
 
     dist.init_process_group("gloo")
@@ -89,6 +91,16 @@ def saves(root: str) -> None:
         with pytest.raises(OSError):
             save_file(parts, folders["many"])
         assert not [each for each in os.listdir(root) if ".part-" in each]
+        # As bytes, and without metadata, as plain tensors: readers take a file's metadata for its framework's name.
+        assert all(each.equal(expected[name]) for name, each in load(to_bytes(parts)).items())
+        plain, ours = Path(root) / "plain", Path(root) / "ours"
+        save_file({name: each.clone() for name, each in expected.items()}, plain)
+        save_file(parts, ours)
+        assert load_file(ours).keys() == load_file(plain).keys()
+        for path in (plain, ours):
+            with safe_open(path, "pt") as file:
+                assert file.metadata() is None
+        del parts  # with the memory of their values, which could be saved later, too
     dist.barrier()
     # Parts of a moment that has passed are refused.
     kept = {name: each for name, each in model.state_dict().items() if name in expected}

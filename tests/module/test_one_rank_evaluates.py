@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,6 +261,17 @@ def whole(model: Model, opt: ShardedOptimizer) -> None:
     whole_loss(model, opt)
 
 
+ASK = Apart._ask
+
+
+def answer_lost(apart: Apart, rank: int, request: dict[str, Any]) -> Any:
+    """The other rank completes the gathers with zeros, and its answer is lost: they are no values all the same."""
+    found = ASK(apart, rank, request)
+    if "complete" in request:
+        raise TimeoutError("no answer")
+    return found
+
+
 def forgets(world: int) -> None:
     """`if rank == 0: evaluate()` without the context: it alone gets an error, while the others wait elsewhere.
 
@@ -277,6 +288,7 @@ def forgets(world: int) -> None:
             if rank in readers:
                 with (
                     patch.object(messages, "_FIRST_LOOK", 0.05),
+                    patch.object(Apart, "_ask", answer_lost) if call is saves and world == 2 else nullcontext(),
                     torch.no_grad(),
                     raises(DisagreementError, "unsharded(alone=True)", "gathering first to evaluate"),
                 ):

@@ -410,7 +410,7 @@ def shown_in_fp32() -> None:
                 assert param.dtype is FP32, name
                 assert own_class(param) is nn.Parameter  # else a frozen one would count as packed codes
                 assert (param.element_size(), param.nbytes) == (4, 4 * param.numel())
-                for made_of in (torch.zeros_like(param), param.new_empty(3), torch.empty_like(param)):
+                for made_of in (torch.zeros_like(input=param), param.new_empty(3), torch.empty_like(param)):
                     assert made_of.dtype is FP32
                 assert torch.zeros_like(param, dtype=BF16).dtype is param.new_ones(2, dtype=BF16).dtype is BF16
                 assert torch.zeros_like(param).stride() == param.stride()

@@ -165,6 +165,7 @@ EXPRESSIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "in place": lambda g, h, v: torch.zeros_like(g).add_(g, alpha=2).mul_(0.5).clamp_(max=0.1),
     "again and again": lambda g, h, v: doubled(g, 20),
     "copies": lambda g, h, v: g.clone().mul_(2).add_(h.clone()).detach(),
+    "nothing left": lambda g, h, v: nn.functional.dropout(g, 1.0).abs(),
     "lerp": lambda g, h, v: torch.lerp(g, h, 0.3).masked_fill(g > 0, -1.0),
 }
 
@@ -211,8 +212,16 @@ def expressions(stage: int, neighbours: bool) -> dict[str, list[bytes]]:
     # A result outlives its gradient, and edits of it.
     arguments[0].mul_(3)
     assert raw(made["two"].read_whole()) == raw(wholes[0] + wholes[1])
+    # What is written is read anew: a mask that knew its answers, and an alias whose memory was asked for.
+    mask = weight.grad.isfinite()
+    assert mask.all() and not mask.logical_not_().any() and not mask.all()
+    doubled_now = weight.grad * 2
+    alias = doubled_now.detach()
+    assert alias.data_ptr()
+    doubled_now.add_(1)
+    assert raw(alias.read_whole()) == raw(weight.grad.read_whole() * 2 + 1)
     average = made["two"]
-    del made, late, arguments
+    del made, late, arguments, mask, doubled_now, alias
     for number in range(4):
         opt.step()
         opt.zero_grad()
@@ -223,6 +232,13 @@ def expressions(stage: int, neighbours: bool) -> dict[str, list[bytes]]:
     with raises(StateError, "full_tensor() on every rank"):
         average.sum()
     assert isinstance(average, Part) and average.full_tensor().isfinite().all()
+    last = torch.zeros_like(weight.grad)
+    for number in range(4):
+        opt.step()
+        opt.zero_grad()
+        backward(model, number)
+        last.copy_(weight.grad)
+    assert raw(last.read_whole()) == raw(weight.grad.read_whole())  # what was overwritten is no part of its history
     opt.close()
     return found
 
