@@ -107,8 +107,8 @@ def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
             return optimizer.schedule().most_bytes({name: unit.nbytes for name, unit in optimizer.units.items()})
 
         def settle() -> None:
-            with optimizer.unsharded():
-                pass
+            for param in module.parameters():
+                param.view(-1)[:1].clone()  # a read, which waits for what is on its way
 
         return Engine(
             module,
@@ -117,7 +117,6 @@ def make_handed_over(stage: int, wrapped: bool, **keywords: Any) -> Make:
             memory=optimizer.memory,
             moved=moved,
             gathered=gathered,
-            # Nothing else is on its way, and with gather_dtype the context would gather what is exact, too.
             settle=settle if optimizer.options.tuning.overlap_gather else None,
         )
 
@@ -173,8 +172,24 @@ class Offer:
     is_extra: bool = False  # left out unless it is asked for
 
 
-SMALL = {"master": "split24", "state_format": "int8"}
-INT8 = {"reduce_dtype": "int8", "gather_dtype": "int8"}
+def _extra(
+    title: str, stage: int, *, wrapped: bool = False, dtypes: Sequence[str] = Offer.dtypes, **keywords: Any
+) -> Offer:
+    """A setting of shardopt with the module handed over, which runs where it is asked for."""
+    return Offer(title, make_handed_over(stage, wrapped, **keywords), dtypes=dtypes, stage=stage, is_extra=True)
+
+
+def _offloaded(title: str, offload: str) -> Offer:
+    return Offer(title, make_offloaded(2, offload), stage=2, is_extra=True)
+
+
+BY_MESSAGES = shardopt.Tuning(neighbours=False)
+BY_HOST = shardopt.Tuning(by_host=True)
+LATE = shardopt.Tuning(overlap_gather=True)
+LATE_BY_MESSAGES = shardopt.Tuning(neighbours=False, overlap_gather=True)
+INT8: dict[str, Any] = {"reduce_dtype": "int8", "gather_dtype": "int8"}
+INT4: dict[str, Any] = {"reduce_dtype": "int4", "gather_dtype": "int8"}
+SMALL: dict[str, Any] = {"master": "split24", "state_format": "int8", "dtypes": ("bf16",)}
 ENGINES = {
     "ddp": Offer("DDP + torch fused AdamW", make_ddp, has_masters=False),
     "zero": Offer("DDP + ZeroRedundancyOptimizer (fused AdamW)", make_zero_redundancy, has_masters=False),
@@ -189,83 +204,21 @@ ENGINES = {
     "module-1": Offer("shardopt stage 1, DDP module handed over", make_handed_over(1, wrapped=True), stage=1),
     "module-2": Offer("shardopt stage 2, DDP module handed over", make_handed_over(2, wrapped=True), stage=2),
     "module-3": Offer("shardopt stage 3, plain module handed over", make_handed_over(3, wrapped=False), stage=3),
-    "messages-2": Offer(
-        "shardopt stage 2, by messages",
-        make_handed_over(2, wrapped=True, tuning=shardopt.Tuning(neighbours=False)),
-        stage=2,
-        is_extra=True,
-    ),
-    "messages-2-late": Offer(
-        "the same, params arrive in the forward",
-        make_handed_over(2, wrapped=True, tuning=shardopt.Tuning(neighbours=False, overlap_gather=True)),
-        stage=2,
-        is_extra=True,
-    ),
-    "host-2": Offer(
-        "shardopt stage 2, by host",
-        make_handed_over(2, wrapped=False, tuning=shardopt.Tuning(by_host=True)),
-        stage=2,
-        is_extra=True,
-    ),
-    "host-int8-2": Offer(
-        "shardopt stage 2, by host, int8 both ways",
-        make_handed_over(2, wrapped=False, **INT8, tuning=shardopt.Tuning(by_host=True)),
-        stage=2,
-        is_extra=True,
-    ),
-    "int8-2": Offer(
-        "shardopt stage 2, int8 both ways", make_handed_over(2, wrapped=False, **INT8), stage=2, is_extra=True
-    ),
-    "int4-2": Offer(
-        "shardopt stage 2, int4 gradients, int8 params",
-        make_handed_over(2, wrapped=False, reduce_dtype="int4", gather_dtype="int8"),
-        stage=2,
-        is_extra=True,
-    ),
-    "int8-2-late": Offer(
-        "int8 both ways, params arrive in the forward",
-        make_handed_over(2, wrapped=False, **INT8, tuning=shardopt.Tuning(overlap_gather=True)),
-        stage=2,
-        is_extra=True,
-    ),
-    "int4-2-late": Offer(
-        "int4 gradients, int8 params, which arrive in the forward",
-        make_handed_over(
-            2, wrapped=False, reduce_dtype="int4", gather_dtype="int8", tuning=shardopt.Tuning(overlap_gather=True)
-        ),
-        stage=2,
-        is_extra=True,
-    ),
-    "int8-3": Offer(
-        "shardopt stage 3, int8 both ways", make_handed_over(3, wrapped=False, **INT8), stage=3, is_extra=True
-    ),
-    "messages-3": Offer(
-        "shardopt stage 3, by messages",
-        make_handed_over(3, wrapped=False, tuning=shardopt.Tuning(neighbours=False)),
-        stage=3,
-        is_extra=True,
-    ),
+    "messages-2": _extra("shardopt stage 2, by messages", 2, wrapped=True, tuning=BY_MESSAGES),
+    "messages-2-late": _extra("the same, params arrive in the forward", 2, wrapped=True, tuning=LATE_BY_MESSAGES),
+    "host-2": _extra("shardopt stage 2, by host", 2, tuning=BY_HOST),
+    "host-int8-2": _extra("shardopt stage 2, by host, int8 both ways", 2, **INT8, tuning=BY_HOST),
+    "int8-2": _extra("shardopt stage 2, int8 both ways", 2, **INT8),
+    "int4-2": _extra("shardopt stage 2, int4 gradients, int8 params", 2, **INT4),
+    "int8-2-late": _extra("int8 both ways, params arrive in the forward", 2, **INT8, tuning=LATE),
+    "int4-2-late": _extra("int4 gradients, int8 params, which arrive in the forward", 2, **INT4, tuning=LATE),
+    "int8-3": _extra("shardopt stage 3, int8 both ways", 3, **INT8),
+    "messages-3": _extra("shardopt stage 3, by messages", 3, tuning=BY_MESSAGES),
     "alone": Offer("no exchange: each rank by itself", make_alone, has_masters=False, is_extra=True),
-    "small": Offer(
-        "shardopt stage 1, split24 masters, int8 states",
-        make_handed_over(1, wrapped=False, **SMALL),
-        dtypes=("bf16",),
-        stage=1,
-        is_extra=True,
-    ),
-    "small-released": Offer(
-        "the same, gradients released",
-        make_handed_over(1, wrapped=False, **SMALL, release_gradients=True),
-        dtypes=("bf16",),
-        stage=1,
-        is_extra=True,
-    ),
-    "module-2-cpu": Offer(
-        "shardopt stage 2, states offloaded to host memory", make_offloaded(2, "cpu"), stage=2, is_extra=True
-    ),
-    "module-2-disk": Offer(
-        "shardopt stage 2, states offloaded to disk", make_offloaded(2, "disk"), stage=2, is_extra=True
-    ),
+    "small": _extra("shardopt stage 1, split24 masters, int8 states", 1, **SMALL),
+    "small-released": _extra("the same, gradients released", 1, **SMALL, release_gradients=True),
+    "module-2-cpu": _offloaded("shardopt stage 2, states offloaded to host memory", "cpu"),
+    "module-2-disk": _offloaded("shardopt stage 2, states offloaded to disk", "disk"),
     "deepspeed-2-offload": Offer(
         "DeepSpeed stage 2, states offloaded to its CPU Adam",
         make_deepspeed(2, offload=True),

@@ -67,8 +67,7 @@ def num_fitting(nbytes: Sequence[int], room: int) -> int:
 def fill_device(domain: Domain) -> None:
     """Collective, after a step: takes back the states of as many of the first buckets as every rank has room for.
 
-    The step is taken: where a rank cannot read its states, they stay offloaded on all ranks, which a
-    warning tells.
+    The step is taken: where a rank cannot read its states, they stay offloaded on all ranks, which a warning tells.
     """
     if domain.steps_agreed < STEPS or domain.is_away:
         return
