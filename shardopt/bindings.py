@@ -27,7 +27,6 @@ from .domain.norm_rules import check_takes_norms
 from .domain.turn import Turn
 from .domain.unsharded import check_weights
 from .errors import BindingError, DisagreementError, ShardoptError
-from .module.backward import Backward
 from .module.hooks import call_while_alive
 from .module.materialize import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
 from .module.running import in_backward
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from .config import Options
     from .domain.param import Candidate, Group
     from .domain.param_state import ParamState
+    from .module.round_gradients import Release
+    from .module.rounds import Rounds
     from .module.takeover import ModuleTakeover
     from .rules import Rule
     from .states.weight_stream import WeightStream
@@ -191,10 +192,10 @@ class Bindings:
         """Returns the domains; the first call makes the main one."""
         if self._domains is None:
             main = self._make_domain(self._process_group())
-            backward = self._make_backward(main)
+            release = self._make_release(main)
             self._domains = self.states.domains_of_model = Domains(main, self.options, self.local_params)
             if self.takeover is not None:
-                self.takeover.use_domain(main, backward)
+                self.takeover.use_domain(main, release)
         return self._domains
 
     def groups_by_domain(self) -> list[tuple[Domain, Sequence[Group]]]:
@@ -241,11 +242,12 @@ class Bindings:
     def _make_expert_domain(self, group: dist.ProcessGroup | DeviceMesh) -> Domain:
         domain = self._make_domain(group)
         if self.takeover is not None:
-            self.takeover.add_domain(domain, Backward(domain, self.ensure_domains().main.mesh.world.size))
+            self.takeover.add_domain(domain)
         return domain
 
-    def _make_backward(self, domain: Domain) -> Backward:
-        return Backward(domain)
+    def _make_release(self, domain: Domain) -> Release | None:
+        """Returns what uses gradients within backward, where they are released."""
+        return None
 
     def _at_the_end(self, call: Callable[..., None], *arguments: Any) -> None:
         """Calls ``call`` when the optimizer is freed, unless it was closed."""
@@ -261,13 +263,13 @@ class Bindings:
                 finalizer.detach()
                 self._retire.remove(finalizer)
 
-    def _backward(self) -> Backward | None:
-        """The hooks on gradients of the module that was taken over; None before it is bound."""
-        return None if self.takeover is None else self.takeover.backward
+    def _rounds(self) -> Rounds | None:
+        """The rounds of the module that was taken over; None before it is bound."""
+        return None if self.takeover is None else self.takeover.rounds
 
     def _is_round_open(self) -> bool:
-        backward = self._backward()
-        return backward is not None and backward.is_open
+        rounds = self._rounds()
+        return rounds is not None and rounds.is_open
 
     def finish_gathers(self) -> None:
         """Waits for params that a step left under way."""
@@ -414,7 +416,7 @@ class Bindings:
             self.ensure_domains().update_whole(self.groups)  # first: it finds the ranks that a problem is sent to
             takeover.check_covers(self.groups)
             takeover.check_covered()
-            assert takeover.backward is not None
+            assert takeover.rounds is not None
             takeover.check_free(candidates)
             numbers = [plain_numbers(group) for group in self.groups]
             check_numbers(numbers, self.defaults)

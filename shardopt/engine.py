@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .domain.domain import Domain
     from .domain.param import Group
     from .domain.param_state import ParamState
-    from .module.backward import Backward
+    from .module.round_gradients import Release
     from .partition.comm.group import Ranks
     from .rules import Rule
     from .step.step import Outcome, Planners
@@ -145,9 +145,9 @@ class Engine(Bindings):
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def _make_backward(self, domain: Domain) -> Backward:
+    def _make_release(self, domain: Domain) -> Release | None:
         if not self.options.release_gradients:
-            return super()._make_backward(domain)
+            return None
         me = weakref.ref(self)
 
         def begin() -> tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], StepPlanner]:
@@ -206,10 +206,10 @@ class Engine(Bindings):
                     loss = evaluate()
             scaled = scaling()
             self.finish_gathers()
-            backward = self._backward()
-            if self.takeover is not None and backward is not None:
+            rounds = self._rounds()
+            if self.takeover is not None and rounds is not None:
                 self.takeover.check_still_covered()
-                backward.check_whole()
+                rounds.check_whole()
         except RaiseNow as error:
             settled = error.error
         except Exception as error:  # run_step raises it on every rank, so that no rank waits for this one
@@ -222,9 +222,9 @@ class Engine(Bindings):
             self._take(call)
             return loss
         except BaseException:
-            backward = self._backward()
-            if closure is not None and backward is not None:
-                backward.catch_up()
+            rounds = self._rounds()
+            if closure is not None and rounds is not None:
+                rounds.catch_up()
             raise
 
     def _check_awake(self) -> None:

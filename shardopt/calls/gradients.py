@@ -41,7 +41,7 @@ def _reduce_gradients(engine: Engine) -> None:
     if engine.options.reduces_always:
         return  # every backward has reduced them
     engine.bind_module()
-    reduce_together(engine.ensure_domains().main, engine.takeover.backward)
+    reduce_together(engine.ensure_domains().main, engine.takeover.rounds)
 
 
 @torch.no_grad()
@@ -56,8 +56,9 @@ def gradient_statistics(engine: Engine, names: Sequence[str]) -> dict[str, dict[
             )
         engine.bind_module()
         found: dict[str, dict[str, float]] = {}
-        for domain, backward in engine.takeover.reducing():
-            found |= statistics_of(domain, backward, names)
+        if engine.takeover.rounds is not None:
+            for part in reversed(engine.takeover.rounds.parts):
+                found |= statistics_of(part, engine.takeover.rounds, names)
         return found
 
 
@@ -97,21 +98,21 @@ def gradient_weight(engine: Engine, tokens: object, average: object) -> None:
                 "used up bucket by bucket before all ranks' tokens are known."
             )
         engine.ensure_domains()
-        backward = engine.takeover.backward
-        assert backward is not None
+        rounds = engine.takeover.rounds
+        assert rounds is not None
         has_experts = any(group.get("process_group") is not None for group in engine.groups)
         is_shared = has_experts and engine.takeover.is_shared
-        if backward.has_stages or engine.takeover.averaged.named or is_shared:
+        if rounds.main.has_stages or engine.takeover.averaged.named or is_shared:
             raise ShardoptError(
                 "weigh the loss yourself: gradient_weight() weighs the gradients of one backward with the tokens "
                 "of one rank, and here schedules of pipeline stages run backwards, or another optimizer trains some "
                 "params of a model with experts, or of any model without shardopt."
             )
-        entries = (entry for each in (backward, *backward.followers) for entry in each.entries)
-        halves = [entry.name for entry in entries if entry.shard.bucket.dtype is torch.float16]
+        halves = [entry.name for entry in rounds.entries if entry.shard.bucket.dtype is torch.float16]
         if halves:
             raise ShardoptError(
                 f"keep params in fp32 or bf16: the gradient of {halves[0]} is fp16, in which a product with the "
                 "number of tokens overflows."
             )
-        backward.weigh(count, is_mean)
+        rounds.weights.begin(rounds.entries, has_experts=len(rounds.parts) > 1)
+        rounds.weights.give(count, is_mean)

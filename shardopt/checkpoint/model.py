@@ -12,6 +12,7 @@ from torch import nn
 from ..domain.dtensors import is_dtensor, place_of
 from ..domain.members import plain_tensors
 from ..errors import CheckpointError
+from ..module.rounds import RoundState
 from ..tensors.inner_tensors import is_packed, kept_beside, named_inside
 from ..tensors.unsharded_guard import is_sharded
 from .claims import Claims, Held, HeldMeshes, HeldNames, Meshes
@@ -225,7 +226,7 @@ class Model:
     def has_lost_gradients(self) -> bool:
         """True if gradients are those of a part of a backward only: an error, or an interrupt, has ended it."""
         takeovers = (engine.takeover for engine in self.engines if engine.takeover is not None)
-        return any(each.backward is not None and each.backward.has_lost_gradients for each in takeovers)
+        return any(each.rounds is not None and each.rounds.state is not RoundState.CLOSED for each in takeovers)
 
     # -- checks before a save or a load ----------------------------------------------------------------------------
 

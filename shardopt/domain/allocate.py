@@ -174,7 +174,7 @@ def _sums(
     options, mesh, dtype = domain.options, domain.mesh, planned.formats.gradient.dtype
     sink: DeviceSum | HostSum | PassingSum
     if options.release_gradients:
-        shard.passing_sum = sink = PassingSum(shard.numel, shard.device, mesh)
+        sink = PassingSum(shard.numel, shard.device, mesh)
     elif landing is None:
         shard.gradient_sum = sink = DeviceSum(shard.numel, dtype, shard.device, mesh)
         shard.sum_table = shard.tables.gradients_in(sink.total)

@@ -15,8 +15,7 @@ ends when all sums are in host memory: between rounds they are plain tensors, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,17 +36,10 @@ class HostSum(Sink):
         total: 1D [shard_numel], as :attr:`DeviceSum.total`.
     """
 
-    is_on_host = True
-
-    # Takes each sum, 1D [shard_numel] on the device, before the copy to the host.
-    on_sum: Callable[[torch.Tensor], None]
+    is_on_host, stays = True, False
 
     def __init__(self, shard_numel: int, dtype: torch.dtype, mesh: Mesh, landing: HostLanding):
-        """``on_sum`` must be set before the first round.
-
-        Args:
-            mesh: with one copy of the states: several copies would read each other's sums while they are reduced.
-        """
+        """``mesh``: with one copy of the states: several copies would read each other's sums in mid-reduction."""
         assert mesh.replicate.size == 1
         self._landing = landing
         self.total = landing.zeros(shard_numel, dtype)
@@ -77,10 +69,9 @@ class HostSum(Sink):
         self._slot = self._landing.acquire(self.total)
         return Reduction(buffer, self._slot.staged[0], add)
 
-    def use(self, reduction: Reduction, arrived: AbstractSet[int]) -> None:
+    def use(self, reduction: Reduction) -> None:
         slot, self._slot = self._slot, None
         assert slot is not None
-        self.on_sum(slot.staged[0])
         self._landing.offload(slot, self.total)
 
     def wait_for_copies(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..offload.store import Store
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import Window
-    from ..partition.gradient_buckets import DeviceSum, PassingSum
+    from ..partition.gradient_buckets import DeviceSum
     from ..rules import Variant
     from ..units.gatherer import Gatherer
     from ..units.unit import GatheredBucket, Unit
@@ -67,8 +67,7 @@ class Shard:
     """
 
     window: Window  # on bucket.flat; opened by all ranks together
-    gradient_sum: DeviceSum | HostSum  # the sums of gradients, if the module was handed over
-    passing_sum: PassingSum  # in place of ``gradient_sum``, if gradients are released
+    gradient_sum: DeviceSum | HostSum  # the sums of gradients, if the module was handed over and they are not released
     number: int  # of that bucket, in the reducer
     sum_table: Gradients  # the table of what stays in ``gradient_sum``
     gathered: GatheredBucket | None = None  # if params are sharded

@@ -25,15 +25,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..partition.streams import current_stream
+from ..errors import ShardoptError
+from ..partition.streams import call_on, current_stream
 from ..tensors.gradient import GradientPart
 from ..tensors.unsharded_guard import gradient_in
 from ..units.unit import UnitState
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..partition.reducer import Reducer
+    from ..tensors.gradient_slice import GradientSlice
     from ..units.unit import Unit
 
 
@@ -42,9 +46,9 @@ _LAYOUT = attrgetter("layout")
 
 
 class Taker(Protocol):
-    """The backward, which lies above."""
+    """The rounds, which lie above."""
 
-    def reduce_gradient(self, entry: ParamRecord) -> None:
+    def take_gradient(self, arrivals: Arrivals, entry: ParamRecord) -> None:
         """Takes a gradient that is not like the others."""
 
     def take_all(self, arrivals: Arrivals) -> None:
@@ -56,26 +60,30 @@ class Arrivals:
 
     Attributes:
         entries: the bucket's params.
+        numbers: 1D [params] int64, by index in the bucket: the number of each param among those of its domain.
         missing: how many gradients the bucket waits for in this round; 0 if none is counted, as no round is open or the
             bucket has its gradients.
         unit: of stage 3 that the bucket belongs to in this round; gradients that rest come while it is here.
         stream: on which the gradients that rest were made; None on a CPU.
         reducer: that reduces them, from the first round on.
+        taker: returns the rounds, which take what is to be handed over; None once they are gone.
     """
 
     reducer: Reducer
 
-    def __init__(self, taker: Taker, shard: Shard, entries: Sequence[ParamRecord]):
-        self.shard, self.entries, self.missing = shard, entries, 0
-        # Weak: a cycle would outlive the optimizer.
-        self._taker, self._is_in_order = weakref.ref(taker), shard.device.type == "cpu"  # which has no streams
+    def __init__(
+        self, taker: Taker, shard: Shard, entries: Sequence[ParamRecord], numbers: np.ndarray[Any, np.dtype[np.int64]]
+    ):
+        self.shard, self.entries, self.numbers, self.missing = shard, entries, numbers, 0
+        self.taker = weakref.ref(taker)  # weak: a cycle would outlive the optimizer
+        self._is_in_order = shard.device.type == "cpu"  # which has no streams
         self.unit: Unit | None = None
         resting = frozenset(shard.bucket.layout.resting)
         self._resting = [entry for entry in entries if entry.outer is entry.param and entry.index in resting]
         self._params = [entry.param for entry in self._resting]
         self._indices = [entry.index for entry in self._resting]
         self._rests = frozenset(self._indices)
-        self._by_param = {id(entry.outer): entry for entry in entries}
+        self.by_param = {id(entry.outer): entry for entry in entries}
         self.stream: torch.cuda.Stream | None = None
 
     def attach(self) -> list[Any]:
@@ -92,18 +100,6 @@ class Arrivals:
         self.missing, self.stream, self.unit = missing, None, None if gathered is None else gathered.unit
         self.reducer = reducer
 
-    def arrived(self, param: torch.Tensor) -> None:
-        """Hands over a gradient that is not like the others."""
-        taker = self._taker()
-        if taker is not None:
-            taker.reduce_gradient(self._by_param[id(param)])
-
-    def are_here(self) -> None:
-        """Hands over the gradients that rest: the last one has come."""
-        taker = self._taker()
-        if taker is not None:
-            taker.take_all(self)
-
     def rests(self, entry: ParamRecord) -> bool:
         """True if the gradient that has just arrived may stay in ``param.grad`` until the last one."""
         return self.missing > 0 and entry.index in self._rests and self.may_rest()
@@ -119,13 +115,6 @@ class Arrivals:
             self.stream = stream
         # One copy reads all of them, on this stream. Test: tests/partition/test_stream_order.py.
         return bool(stream == self.stream)
-
-    def count(self) -> bool:
-        """Counts a gradient. Returns True if it was the last."""
-        if not self.missing:
-            return False
-        self.missing -= 1
-        return not self.missing
 
     def take(self) -> dict[int, torch.Tensor] | None:
         """Takes the gradients that rest, by the indices of their params.
@@ -160,6 +149,36 @@ class Arrivals:
             entry.gradient_slice.pending = None  # type: ignore[union-attr]
         return taken
 
+    # -- to the reducer --------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Delivers the gradients that rest, and counts those that are still missing."""
+        grads, number, reducer = self.take(), self.shard.number, self.reducer
+        if grads:
+            its, stream = (number, grads, self.shard.all_strides), self.stream
+            self.missing = reducer.deliver(*its) if stream is None else call_on(stream, reducer.deliver, *its)
+            return
+        for entry in self.entries if grads is None else ():
+            if entry.outer.grad is not None and (shown_slice(entry) is None or is_pending(entry)):
+                call_on(self.stream, self.deliver, entry)
+        self.missing = reducer.num_awaited(number)
+
+    def deliver(self, entry: ParamRecord) -> None:
+        """Delivers the gradient of one param."""
+        grad, own = entry.grad, shown_slice(entry)
+        if own is not None:
+            grad, own.pending = own.pending, None
+        else:
+            entry.outer.grad = None
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise ShardoptError(
+                "build the embedding with sparse=False, or give this param to torch.optim.SparseAdam and another "
+                f"module to DDP: the gradient of {entry.name} is sparse ({grad.layout}), and only dense ones are "
+                "reduced."
+            )
+        self.reducer.deliver(self.shard.number, {entry.index: grad}, self.shard.all_strides)
+
     def abandon(self) -> None:
         """Drops the gradients that rest: those of the other buckets are lost, too."""
         if self.missing:
@@ -167,6 +186,18 @@ class Arrivals:
             for param in self._params:
                 if type(param.grad) is torch.Tensor:
                     param.grad = None
+
+
+def is_pending(entry: ParamRecord) -> bool:
+    """True if autograd has added a gradient to the part that ``param.grad`` shows."""
+    return entry.gradient_slice is not None and entry.gradient_slice.pending is not None
+
+
+def shown_slice(entry: ParamRecord) -> GradientSlice | None:
+    """Returns the slice of the param's reduced gradient if ``param.grad`` shows it."""
+    found = entry.gradient_slice
+    grad = entry.param.grad if entry.outer is entry.param else entry.grad  # each param asks several times a backward
+    return found if found is not None and found.shows_in(grad) else None
 
 
 Hook = Callable[[torch.Tensor], None]
@@ -187,10 +218,14 @@ def _hook(arrivals: Arrivals, is_in_order: bool, rests: bool) -> Hook:
             return
         is_here = me.unit is None or me.unit.state is UnitState.UNSHARDED
         if not (rests and me.missing and is_here and (is_in_order or me.may_rest())):
-            me.arrived(param)
+            taker = me.taker()
+            if taker is not None:
+                taker.take_gradient(me, me.by_param[id(param)])
             return
         me.missing -= 1
         if not me.missing:
-            me.are_here()
+            taker = me.taker()
+            if taker is not None:
+                taker.take_all(me)
 
     return hook

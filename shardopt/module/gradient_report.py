@@ -14,6 +14,7 @@ of P params has at most P + ranks - 1 pieces, and one word more for each empty p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -78,13 +79,9 @@ class ReportLayout:
         places[is_param, LARGEST] = head + body + piece_of[params[is_param]]
         return places.reshape(-1)
 
-    def blank(self) -> Report:
-        """Returns a report of zeros."""
-        return Report(self)
-
 
 class Report:
-    """The report of one rank and, after its sum over ranks, of all ranks.
+    """The report of one rank, zeros at first, and, after its sum over ranks, of all ranks.
 
     Attributes:
         vector: 1D int64, in host memory.
@@ -137,7 +134,7 @@ class Report:
 
     # -- all ranks read ------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def told(self) -> list[int]:
         """The ranks that failed, or told a weight: none, in most rounds."""
         ranks: list[int] = self._head[: self._layout.ranks].nonzero()[0].tolist()

@@ -21,7 +21,8 @@ from ..kernels.tables import sent
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
-    from .backward import Backward
+    from .round_gradients import RoundGradients
+    from .rounds import Rounds
 
     Array = np.ndarray[Any, Any]
 
@@ -62,7 +63,7 @@ def check_names(names: Sequence[str]) -> None:
         )
 
 
-def statistics_of(domain: Domain, backward: Backward, names: Sequence[str]) -> dict[str, dict[str, float]]:
+def statistics_of(gradients: RoundGradients, rounds: Rounds, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Collective: returns the statistics of the mean gradient of each param that has one, by the param's name.
 
     Raises:
@@ -73,25 +74,24 @@ def statistics_of(domain: Domain, backward: Backward, names: Sequence[str]) -> d
 
     def check() -> dict[str, Any]:
         check_names(names)
-        backward.check_whole()
+        rounds.check_whole()
         return {"statistics": list(names)}
 
+    domain, entries, layout = gradients.domain, gradients.entries, gradients.layout
     agree_on_call("gradient_statistics()", check, domain.mesh.world)
-    layout = backward.layout
-    shown = [number for number, entry in enumerate(backward.entries) if entry.gradient_slice is not None]
-    shown = [number for number in shown if _slice(backward.entries[number]).shows_in(backward.entries[number].grad)]
+    shown = gradients.held
     rows = np.zeros((layout.num_pieces, _COLUMNS))
     if domain.mesh.world.rank in domain.mesh.one_copy:
         piece_of = dict(zip(layout.own_params.tolist(), layout.own_pieces.tolist(), strict=True))
         own = [number for number in shown if number in piece_of]
-        measured = [_measured(_slice(backward.entries[number]).lend()) for number in own]
+        measured = [_measured(_slice(entries[number]).lend()) for number in own]
         if measured:
             rows[[piece_of[number] for number in own]] = torch.stack(measured).cpu().numpy()
     rows = _everyones(domain, rows)
     found = {}
     last = np.append(layout.first_piece[1:], layout.num_pieces)
     for number in shown:
-        entry, pieces = backward.entries[number], rows[layout.first_piece[number] : last[number]]
+        entry, pieces = entries[number], rows[layout.first_piece[number] : last[number]]
         if pieces[:, _COUNT].any():
             name = domain.name_of(entry.param) or entry.name
             with np.errstate(all="ignore"):

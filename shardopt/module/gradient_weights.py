@@ -68,11 +68,12 @@ class GradientWeights:
     Attributes:
         total: the tokens of all ranks in the sums that params show; None: there are no sums, or they have no weights.
         weighs_outputs: gradients are weighed where they enter the model, as it has experts.
+        in_use: a weight was given, since the optimizer was constructed.
     """
 
     def __init__(self) -> None:
         self.total: int | None = None
-        self.weighs_outputs = False
+        self.weighs_outputs = self.in_use = False
         self._outputs: set[Any] = set()  # the nodes of what forwards returned since the weight was given
         self._is_mean = True
         self._own, self._has_called, self._has_missed = 0, False, False  # since the last round
@@ -106,13 +107,17 @@ class GradientWeights:
 
     def run_out(self) -> None:
         """Takes part in a round of weighted gradients without a batch."""
-        self._is_out = True
-
-    def miss(self) -> None:
-        """Notes gradients of this step that have no weight."""
-        self._has_missed = True
+        self._is_out = self.in_use = True
 
     # -- a backward ------------------------------------------------------------------------------------------------
+
+    def begin(self, entries: Sequence[ParamRecord], has_experts: bool) -> None:
+        """Weighs the gradients of these params from the next backward on; does nothing while it does so already."""
+        if not self.is_on:
+            self.forget()
+            self.in_use, self.weighs_outputs = True, has_experts
+            self.attach(entries)
+            self._has_missed = any(map(_has_unreduced, entries))
 
     def give(self, tokens: int, is_mean: bool) -> None:
         """Gives the weight of the next backward.
@@ -196,6 +201,17 @@ class GradientWeights:
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
+    def begin_round(self, shows_sums: bool, is_fresh: bool) -> None:
+        """Compares the weights with the sums that params show, ahead of a round.
+
+        Args:
+            is_fresh: these sums are zeros.
+        """
+        if not shows_sums:
+            self.total = None
+        elif self.total is None and not is_fresh:
+            self._has_missed = True
+
     @property
     def is_on(self) -> bool:
         """True if this rank knows that sums of this round are weighted."""
@@ -250,6 +266,12 @@ class GradientWeights:
                 "call zero_grad() and go on with the next batch: gradient_weight() was given 0 tokens for every "
                 "micro-batch on every rank, so there is no mean to take a step with. Nothing changed."
             )
+
+
+def _has_unreduced(entry: ParamRecord) -> bool:
+    """True if the param shows a gradient, or a part of one, that no round has reduced."""
+    own = entry.gradient_slice
+    return own is not None and entry.grad is not None and bool(own.unreduced or own.pending is not None)
 
 
 def _multiplied(grads: Gradients, tokens: int) -> Gradients:

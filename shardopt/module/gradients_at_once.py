@@ -18,13 +18,13 @@ from ..tensors.strides import flattened
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..partition.comm.group import Ranks
-    from .backward import Backward
+    from .rounds import Rounds
 
 
 _TIED = "summing gradients of tied weights"
 
 
-def reduce_together(domain: Domain, backward: Backward | None) -> None:
+def reduce_together(domain: Domain, rounds: Rounds | None) -> None:
     """Collective: one round of the gradients that each rank has accumulated.
 
     Raises:
@@ -33,13 +33,13 @@ def reduce_together(domain: Domain, backward: Backward | None) -> None:
     """
 
     def check() -> dict[str, str]:
-        if backward is not None:
-            backward.check_reduced()
+        if rounds is not None:
+            rounds.check_reduced()
         return {}
 
     agree_on_call("reduce_gradients()", check, domain.mesh.world)
-    if backward is not None and domain.reducer is not None:
-        backward.reduce_now()
+    if rounds is not None and domain.reducer is not None:
+        rounds.reduce_now()
 
 
 def sum_tied(param: torch.nn.Parameter, ranks: Ranks) -> None:

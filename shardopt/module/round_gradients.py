@@ -3,37 +3,42 @@
 A round is begun with the sums that params show. Gradients are delivered as they come, or at the end (those that were
 accumulated before). What remains is reduced, one all-reduce (:mod:`shardopt.module.gradient_report`) gives all ranks
 each param's norms, and ``param.grad`` becomes a part. When rounds begin and end is for
-:class:`shardopt.module.backward.Backward`.
+:class:`shardopt.module.rounds.Rounds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from ..domain.host_sum import HostSum
-from ..errors import CommunicationError, DisagreementError, ShardoptError
+from ..domain.remote_gradients import GradientFetch
+from ..errors import CommunicationError, DisagreementError
 from ..kernels.reductions import norms_of_limbs
 from ..kernels.tables import Gradients, sent
-from ..partition.streams import call_on, last_used
+from ..partition.streams import last_used
 from ..tensors.gradient import GradientPart
 from ..tensors.gradient_slice import GradientSlice, set_norms, settle
-from ..tensors.unsharded_guard import gradient_in, keep_pattern
+from ..tensors.norm_table import NormTable
+from ..tensors.part import Part
+from ..tensors.unsharded_guard import gradient_in
+from .arrivals import Arrivals, is_pending, shown_slice
 from .gradient_report import GradientFlags, Report, ReportLayout
 from .gradient_totals import GradientTotals
-from .hooks import call_while_alive
+from .hooks import call_while_alive, remove_all
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
     from ..partition.reducer import Reducer
-    from .arrivals import Arrivals
+    from .arrivals import Taker
     from .gradient_weights import GradientWeights
+    from .syncing import Syncing
 
 # The references to a part that only its slice refers to, while all parts are counted in one list.
 _UNSHARED = next(map(getrefcount, [object()])) + 1
@@ -52,53 +57,68 @@ def _left(report: Report) -> CommunicationError:
     )
 
 
+class Release(Protocol):
+    """Uses each sum as soon as it is complete, and takes the step within backward; it lies above."""
+
+    def begin(self, in_backward: bool) -> bool:
+        """A round is about to open. Returns False if it does not."""
+
+    def take_sum(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int], totals: GradientTotals) -> None:
+        """Takes the sum of a bucket's gradients, which is complete."""
+
+    def fill(self, report: Report, vector: torch.Tensor) -> None:
+        """Fills in what the round has done until now."""
+
+    def take_step(self, gradients: RoundGradients, problem: Exception | None) -> None:
+        """Collective: autograd is done."""
+
+    def abandon(self, reason: str, has_started: bool) -> None:
+        """The round is lost; ``has_started``: other ranks may have used a sum."""
+
+    def check(self) -> None:
+        """Raises ShardoptError if a round was lost that had changed something."""
+
+    def check_unused(self) -> None:
+        """Raises ShardoptError if the gradients of this step were used already."""
+
+
 class RoundGradients:
     """Delivers the gradients of one round after the other, and shows the sums.
 
     Attributes:
         entries: all bound params, in the order of binding.
+        layout: where the numbers of each param and piece lie in the report that ends a round.
+        weights: of all domains' gradients.
+        release: what uses sums at once, in place of showing them.
+        stage: the pipeline stage whose backward runs; None: of all.
         has_stages: each backward runs through one of several pipeline stages on this rank.
-        found_nonfinite: an Inf or NaN, in the last round.
-        leads: this is the main domain, whose report has all ranks; not that of experts.
     """
 
-    def __init__(self, domain: Domain, num_batches: int | None = None):
-        """
-        Args:
-            num_batches: the number of ranks that have a batch; None: of the domain's ranks. Experts have fewer ranks.
-        """
-        self._domain = domain
+    def __init__(self, domain: Domain, weights: GradientWeights, release: Release | None = None):
+        self.domain, self.weights, self.release = domain, weights, release
         self.entries: list[ParamRecord] = []
-        self._arrivals: dict[Shard, Arrivals] = {}
-        self._numbers: dict[Shard, np.ndarray[Any, Any]] = {}  # 1D [params]: the numbers of a bucket's params
+        self._buckets: dict[int, Arrivals] = {}  # by their number in the reducer
+        self._hooks: list[Any] = []
         self._totals = GradientTotals()
         # The kernels' tables for sums that are copied to host memory, by their address on the device.
         self._staged: dict[tuple[Shard, int], Gradients] = {}
-        self._layout = ReportLayout([], 0, 1)  # where each number lies in the report that ends a round
-        self._num_batches = domain.mesh.world.size if num_batches is None else num_batches
-        self._divisor = self._num_batches  # of this round's sums
-        self._stage: int | None = None  # the pipeline stage whose backward runs; None: of all
+        self.layout = ReportLayout([], 0, 1)
+        self._divisor = 1  # of this round's sums
+        self.stage: int | None = None
+        self.has_stages = False
         self._late_buckets: frozenset[int] = frozenset()  # the buckets that got late gradients in this round
-        self._sum_error: Exception | None = None  # why this rank could not use its sums of this round
-        self._follower_error: Exception | None = None  # why this rank could not end a round of its experts
-        self._is_spoilt_by_followers = False  # a gradient of an expert holds an Inf or NaN
-        self.has_stages = self.found_nonfinite = False
-        self.leads = True
-        self.weights: GradientWeights | None = None  # from the first call of gradient_weight() on
-        self._told: list[int] = []  # the ranks that told a weight in this round
-        self._failed = False  # this rank's closure raised: it sends zeros for the rest of the round, and reports it
 
     @property
-    def _reducer(self) -> Reducer:
+    def reducer(self) -> Reducer:
         """The reducer of the domain, which is bound."""
-        links = self._domain.links
+        links = self.domain.links
         assert links is not None and links.reducer is not None
         return links.reducer
 
     @property
-    def layout(self) -> ReportLayout:
-        """Where the numbers of each param and piece lie in a report."""
-        return self._layout
+    def held(self) -> list[int]:
+        """The numbers of the params that show a sum."""
+        return [number for number, entry in enumerate(self.entries) if shown_slice(entry) is not None]
 
     @property
     def _slices(self) -> list[GradientSlice]:
@@ -110,38 +130,50 @@ class RoundGradients:
         """What ``param.grad`` is now, of each of ``entries``."""
         return list(map(gradient_in, [entry.outer for entry in self.entries]))
 
-    def _number(self, shards: Iterable[Shard]) -> None:
-        """Gives numbers to all params anew; these shards are new."""
-        for shard in shards:
-            indices = {entry.index: number for number, entry in enumerate(self.entries) if entry.shard is shard}
-            self._numbers[shard] = np.array([indices[index] for index in range(len(indices))], dtype=np.int64)
-            # 1D [pieces]: the number of each piece's entry.
-            self._measure_sums_of(shard, np.array([indices[piece.param] for piece in shard.pieces], dtype=np.int64))
-        mesh = self._domain.mesh
+    # -- params ----------------------------------------------------------------------------------------------------
+
+    def attach(self, entries: Sequence[ParamRecord], taker: Taker, syncing: Syncing) -> None:
+        """Takes the gradients of params that were just bound, which the hooks give to ``taker``."""
+        if self.release is None:
+            _make_slices(self.domain, entries, syncing)
+        by_shard: dict[Shard, list[int]] = {}
+        for number, entry in enumerate(entries, len(self.entries)):
+            if entry.gradient_slice is not None:
+                entry.gradient_slice.number = number
+            by_shard.setdefault(entry.shard, []).append(number)
+        self.entries += entries
+        for shard, of_shard in by_shard.items():
+            some = [self.entries[number] for number in of_shard]
+            numbers = np.empty(len(some), dtype=np.int64)
+            numbers[[entry.index for entry in some]] = of_shard
+            self._buckets[shard.number] = bucket = Arrivals(taker, shard, some, numbers)
+            self._hooks += bucket.attach()
+            is_early = self.release is not None or shard.gradient_sum.is_on_host
+            self._totals.add(shard, numbers[[piece.param for piece in shard.pieces]], is_early)
+        mesh = self.domain.mesh
         where = [(entry.shard.bucket.layout, entry.index) for entry in self.entries]
-        self._layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
+        self.layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
+        self.reducer.on_sum = call_while_alive(RoundGradients.take_sum, self)
 
-    def _measure_sums_of(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
-        self._totals.add(shard, params, is_early=isinstance(shard.gradient_sum, HostSum))
-        if isinstance(shard.gradient_sum, HostSum):
-            shard.gradient_sum.on_sum = call_while_alive(RoundGradients.measure_early, self, shard)
-
-    def measure_early(self, shard: Shard, total: torch.Tensor) -> None:
-        """Measures a sum, 1D on the device, before it is copied to host memory."""
-        where = shard, total.data_ptr()
-        if where not in self._staged:
-            self._staged[where] = shard.tables.gradients_in(total).there()
-        self._totals.measure(shard, shard.formats.gradient, self._staged[where], self._divisor)
+    def detach(self) -> None:
+        """Removes all hooks: gradients are autograd's own again."""
+        remove_all(self._hooks)
+        for entry in self.entries:
+            if isinstance(entry.grad, Part):
+                entry.outer.grad = None
+            entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
+        self.entries, self._totals, self._staged, self._buckets = [], GradientTotals(), {}, {}
 
     # -- to the reducer --------------------------------------------------------------------------------------------
 
-    def _start_round(self) -> None:
-        divisor = self._divisor
-        if self.weights is not None and self.weights.is_on:
+    def begin(self, divisor: int, stage: int | None) -> None:
+        """Begins a round, see :meth:`Rounds._begin`."""
+        self._divisor, self.stage = divisor, stage
+        if self.weights.is_on:
             # Sums stay sums while tokens are added, and are measured as sums: the total is known behind the report.
             divisor, self._divisor = self.weights.divisor, 1
-        held: list[set[int]] = [set() for _ in self._reducer.buckets]
-        absent: list[set[int]] = [set() for _ in self._reducer.buckets]
+        held: list[set[int]] = [set() for _ in self.reducer.buckets]
+        absent: list[set[int]] = [set() for _ in self.reducer.buckets]
         fresh: list[int] = []  # gradients that begin anew
         for entry, grad in zip(self.entries, self._gradients, strict=True):
             gradient_slice = entry.gradient_slice
@@ -163,78 +195,98 @@ class RoundGradients:
                 read = gradient_slice.restore_sum(divisor)
                 if read is not None:
                     last_used(read)  # the stream of the first hook is not the one that allocated it
-        if self._domain.edits:
-            self._domain.edits.forget(fresh)
-        reducer = self._reducer
-        awaited = reducer.start_round(held, absent, self._stage)
-        for arrivals in self._arrivals.values():
-            arrivals.begin(awaited[arrivals.shard.number], reducer)
+        if self.domain.edits:
+            self.domain.edits.forget(fresh)
+        reducer = self.reducer
+        awaited = reducer.start_round(held, absent, stage)
+        for number, bucket in self._buckets.items():
+            bucket.begin(awaited[number], reducer)
         self._late_buckets = frozenset()
+        for store in self.domain.stores:
+            store.read_ahead()
 
-    def _hand_over(self, arrivals: Arrivals) -> None:
-        """Delivers the gradients of a bucket that rest, and counts those that are still missing."""
-        grads, number, reducer = arrivals.take(), arrivals.shard.number, arrivals.reducer
-        if grads:
-            its, stream = (number, grads, arrivals.shard.all_strides), arrivals.stream
-            arrivals.missing = reducer.deliver(*its) if stream is None else call_on(stream, reducer.deliver, *its)
+    def pass_over(self, params: Collection[torch.nn.Parameter]) -> None:
+        """Awaits no more gradients of these params, some of which are in this domain."""
+        known, reducer = self.domain.entries, self.reducer
+        found = [known[param] for param in params if param in known]
+        for number in {entry.shard.number: None for entry in found}:
+            if self._buckets[number].missing:
+                self._buckets[number].hand_over()
+        # A list: each of them is passed over.
+        if any([reducer.pass_over(entry.shard.number, entry.index) for entry in found]):
+            reducer.start_completed()
+
+    def take_sum(self, number: int, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
+        """Takes the sum of a bucket that does not stay on the device, as soon as it is complete.
+
+        Args:
+            total: 1D on the device, at least as long as this rank's slice.
+            arrived: the params of the bucket of which this rank had a gradient in it.
+        """
+        shard = self._buckets[number].shard
+        if self.release is not None:
+            self.release.take_sum(shard, total, arrived, self._totals)
             return
-        for entry in arrivals.entries if grads is None else ():
-            if entry.outer.grad is not None and (shown_slice(entry) is None or _is_pending(entry)):
-                call_on(arrivals.stream, self._deliver, entry)
-        arrivals.missing = reducer.num_awaited(number)
+        where = shard, total.data_ptr()
+        if where not in self._staged:
+            self._staged[where] = shard.tables.gradients_in(total).there()
+        self._totals.measure(shard, shard.formats.gradient, self._staged[where], self._divisor)
 
-    def _check_here(self, entry: ParamRecord) -> None:
-        """Raises ShardoptError if a gradient arrives of a param whose values were released."""
-        gathered = entry.shard.gathered
-        if gathered is not None and not gathered.unit.is_here and torch._C._current_graph_task_id() != -1:
-            raise ShardoptError(
-                "return from a module's forward every tensor that others use (an auxiliary loss kept as an attribute, "
-                f"say), or construct the optimizer with {keep_pattern(self._domain.name_of(entry.param))} and the "
-                f"param stays whole: {entry.name} got a gradient while its values were released, so backward may have "
-                "read memory that was freed."
-            )
+    def abandon(self) -> None:
+        """Abandons the round, if one is open. The other ranks notice it if the transport can notify them."""
+        if not self.reducer.is_open:
+            return
+        sharded = self.domain.sharded
+        self.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
+        for bucket in self._buckets.values():
+            bucket.abandon()
+        for gradient_slice in self._slices:  # its sum may hold a part of the lost round
+            gradient_slice.part = None
 
-    def _deliver(self, entry: ParamRecord) -> None:
-        """Delivers the gradient of one param."""
-        grad, gradient_slice = entry.grad, shown_slice(entry)
-        if gradient_slice is not None:
-            grad, gradient_slice.pending = gradient_slice.pending, None
-        else:
-            entry.outer.grad = None
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            raise ShardoptError(
-                "build the embedding with sparse=False, or give this param to torch.optim.SparseAdam and another "
-                f"module to DDP: the gradient of {entry.name} is sparse ({grad.layout}), and only dense ones are "
-                "reduced."
-            )
-        self._reducer.deliver(entry.shard.number, {entry.index: grad}, entry.shard.all_strides)
+    # -- what every rank knows -------------------------------------------------------------------------------------
 
-    def _reduce_late(self, numbers: Collection[int]) -> None:
-        if not all(self._reducer.reduces(number, self._stage) for number in numbers):
-            # A graph ran through several stages, as all ranks know now: from here on each round reduces all buckets.
-            self.has_stages = False
-        self._late_buckets = frozenset(numbers)
-        self._reducer.finish_late(sorted(numbers))
+    def reduce(self, problem: Exception | None = None, is_spoilt: bool = False) -> Report:
+        """Collective: reduces what remains, late gradients too. All else is as with ``report``."""
+        report = self.report(problem, is_spoilt)
+        if report.late.any():
+            numbers = {self.entries[number].shard.number for number in report.late.nonzero()[0].tolist()}
+            if not all(self.reducer.reduces(number, self.stage) for number in numbers):
+                # A graph ran through several stages, as all ranks know now: from here on each round reduces all
+                # buckets.
+                self.has_stages = False
+            self._late_buckets = frozenset(numbers)
+            self.reducer.finish_late(sorted(numbers))
+            report = self._report(self._flags, None, is_spoilt)  # finish_late() changed the sums
+        return report
 
-    def _reduce_remaining(self) -> GradientFlags:
-        """Reduces the remaining buckets, until every rank's sums are complete."""
-        reducer = self._reducer
-        held, self._sum_error, self._follower_error = self._deliver_rest(), self._follower_error, None
+    def report(self, problem: Exception | None = None, is_spoilt: bool = False) -> Report:
+        """Collective: reduces the remaining buckets, and returns what all ranks together know of every gradient.
+
+        Args:
+            problem: why this rank's sums are no good, which the other ranks are told.
+            is_spoilt: gradients of this rank's experts hold an Inf or NaN.
+
+        Raises:
+            Exception: the problem.
+            CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
+            DisagreementError: some ranks added to an earlier gradient and others did not; on every rank.
+        """
+        reducer, held = self.reducer, self._deliver_rest()
         try:
             reducer.finish()
         except Exception as error:
             if not reducer.is_reduced:
                 raise
-            self._sum_error = error  # the other ranks have their sums, and wait for this rank's report
+            problem = error  # the other ranks have their sums, and wait for this rank's report
         present, late = np.zeros(len(self.entries), dtype=bool), np.zeros(len(self.entries), dtype=bool)
         arrived = reducer.arrived
-        for shard, numbers in self._numbers.items():
-            indices, late_ones = arrived[shard.number]
-            present[numbers[list(indices)]] = True
+        for number, bucket in self._buckets.items():
+            indices, late_ones = arrived[number]
+            present[bucket.numbers[list(indices)]] = True
             if late_ones:
-                late[numbers[list(late_ones)]] = True
-        return GradientFlags(present, held, late)
+                late[bucket.numbers[list(late_ones)]] = True
+        self._flags = GradientFlags(present, held, late)
+        return self._report(self._flags, problem, is_spoilt)
 
     def _deliver_rest(self) -> np.ndarray[Any, Any]:
         """Delivers the gradients of no_sync() that this backward did not touch.
@@ -242,35 +294,26 @@ class RoundGradients:
         Returns:
             1D [entries] bool: True for params that showed a sum of earlier rounds.
         """
-        held, reducer = np.zeros(len(self.entries), dtype=bool), self._reducer
-        for arrivals in self._arrivals.values():
-            if arrivals.missing:
-                self._hand_over(arrivals)
-            arrivals.missing = 0
+        held, reducer = np.zeros(len(self.entries), dtype=bool), self.reducer
+        for bucket in self._buckets.values():
+            if bucket.missing:
+                bucket.hand_over()
+            bucket.missing = 0
         for number, (entry, grad) in enumerate(zip(self.entries, self._gradients, strict=True)):
             if grad is None:
                 continue
             held[number] = shown_slice(entry) is not None
-            if (_is_pending(entry) or not held[number]) and reducer.reduces(entry.shard.number, self._stage):
+            if (is_pending(entry) or not held[number]) and reducer.reduces(entry.shard.number, self.stage):
                 if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
                     entry.place_gradient()
-                self._deliver(entry)
+                self._buckets[entry.shard.number].deliver(entry)
         return held
 
-    # -- what every rank knows -------------------------------------------------------------------------------------
-
-    def _report(self, flags: GradientFlags) -> Report:
-        """Collective: returns what all ranks together know of every gradient.
-
-        Raises:
-            CommunicationError: a rank died, is late, or failed in this backward; on every rank but that one.
-            DisagreementError: some ranks added to an earlier gradient and others did not; on every rank.
-        """
-        report, error = self._add_reports(flags)
+    def _report(self, flags: GradientFlags, problem: Exception | None, is_spoilt: bool) -> Report:
+        report, error = self._add_reports(flags, problem, is_spoilt)
         if error is not None:
             raise error
-        self._told = report.told
-        if self._told and report.failed:
+        if report.told and report.failed:
             raise _left(report)
         if report.held_apart.any():
             name = self.entries[int(report.held_apart.argmax())].name
@@ -280,65 +323,63 @@ class RoundGradients:
             )
         return report
 
-    def _add_reports(self, flags: GradientFlags) -> tuple[Report, Exception | None]:
+    def _add_reports(
+        self, flags: GradientFlags, problem: Exception | None, is_spoilt: bool
+    ) -> tuple[Report, Exception | None]:
         """Collective: returns the reports of all ranks added up.
 
         Also the error that made this rank's own sums impossible; the report shows all ranks that there was one.
         """
-        mesh, device, report = self._domain.mesh, self._domain.device, self._layout.blank()
-        unused, self._sum_error = self._sum_error, None  # its traceback refers to this object
+        mesh, device, report = self.domain.mesh, self.domain.device, Report(self.layout)
         report.fill_flags(flags)
-        if self._is_spoilt_by_followers:
+        if is_spoilt:
             report.mark_spoilt()
-        if self.weights is not None:
+        if self.weights.is_on:
             report.tell_weight(mesh.world.rank, self.weights.word)
-        if self._failed:
-            report.mark_failed(mesh.world.rank)
         # Where the ranks' messages travel from device to device, the totals do not come to the host before.
         stays = device.type != "cpu" and mesh.world.size > 1 and mesh.world.carries(device)
-        vector, error = sent(report.vector, device) if stays else report.vector, None
+        vector = sent(report.vector, device) if stays else report.vector
         try:
-            if unused is not None:
-                raise unused
-            # Replicas of a shard hold the same sums, which count once.
-            self._fill_sums(report, vector, counts=mesh.world.rank in mesh.one_copy)
+            if problem is not None:
+                raise problem
+            if self.release is not None:
+                self.release.fill(report, vector)
+            if mesh.world.rank in mesh.one_copy:  # replicas of a shard hold the same sums, which count once
+                self._totals.add_to(vector, self.layout, self._divisor)
         except Exception as raised:
-            error = raised
+            problem = raised
             report.mark_failed(mesh.world.rank)
             vector = sent(report.vector, device) if stays else report.vector
         mesh.world.all_reduce(vector, _REPORTING)
         if stays:
             report.vector.copy_(mesh.world.read(vector, _REPORTING))  # the one wait of a backward
-        return report, error
+        return report, problem
 
-    def _fill_sums(self, report: Report, vector: torch.Tensor, counts: bool) -> None:
-        """Adds the totals of this rank's slices to its report, which may travel from the device.
-
-        Args:
-            counts: False if another rank's report holds the same totals.
-        """
-        if counts:
-            self._totals.add_to(vector, self._layout, self._divisor)
+    # -- shown -----------------------------------------------------------------------------------------------------
 
     def mark_spoilt(self, is_spoilt: bool) -> None:
         """Records whether gradients of any rank's experts hold an Inf or NaN, for the GradScalers of all ranks."""
         for each in self._slices:
             each.is_spoilt_elsewhere = is_spoilt
 
+    def show(self, report: Report) -> None:
+        """Collective: makes ``param.grad`` a part wherever any rank had a gradient, and ends the round."""
+        self._show_gradients(report)
+        self.reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
+        self.stage = None
+
     def _show_gradients(self, report: Report) -> None:
-        """Makes ``param.grad`` a part wherever any rank had a gradient."""
         two, largest, counts = norms_of_limbs(report.limbs), report.largest, report.nonfinite
-        divisor, self.found_nonfinite = self._divisor, bool(counts.any())
-        if self.weights is not None and self.weights.is_on:  # what was measured are sums
+        divisor, reducer = self._divisor, self.reducer
+        if self.weights.is_on:  # what was measured are sums
             divisor = self.weights.divisor
             two, largest = two / divisor, largest / divisor
         shown = (report.present | report.held).nonzero()[0]
         measured = np.zeros(len(self.entries), dtype=bool)
-        for shard, numbers in self._numbers.items():
-            reduces_all = self._stage is None
-            if reduces_all or self._reducer.reduces(shard.number, self._stage) or shard.number in self._late_buckets:
-                measured[numbers] = True
-        rounds, slices = self._reducer.rounds, list[GradientSlice]()
+        for number, bucket in self._buckets.items():
+            if self.stage is None or reducer.reduces(number, self.stage) or number in self._late_buckets:
+                measured[bucket.numbers] = True
+        rounds, slices = reducer.rounds, list[GradientSlice]()
         to_show: list[tuple[ParamRecord, GradientSlice]] = []
         for number, is_held in zip(shown.tolist(), report.held[shown].tolist(), strict=True):
             entry = self.entries[number]
@@ -366,13 +407,43 @@ class RoundGradients:
         set_norms(slices, two[numbers], largest[numbers], counts[numbers])
 
 
-def _is_pending(entry: ParamRecord) -> bool:
-    """True if autograd has added a gradient to the part that ``param.grad`` shows."""
-    return entry.gradient_slice is not None and entry.gradient_slice.pending is not None
+def _make_slices(domain: Domain, entries: Sequence[ParamRecord], syncing: Syncing) -> None:
+    """Gives params the slices of their gradients, with norms in one table for all that are alike."""
+    alike: dict[torch.dtype, list[ParamRecord]] = {}
+    for entry in entries:
+        alike.setdefault(entry.shard.gradient_sum.total.dtype, []).append(entry)
+    for dtype, some in alike.items():
+        table = NormTable(dtype, [entry.shard.bucket.layout.numels[entry.index] for entry in some], domain.edits)
+        for row, entry in enumerate(some):
+            entry.gradient_slice = _slice_of(domain, entry, (table, row), syncing)
 
 
-def shown_slice(entry: ParamRecord) -> GradientSlice | None:
-    """Returns the slice of the param's reduced gradient if ``param.grad`` shows it."""
-    found = entry.gradient_slice
-    grad = entry.param.grad if entry.outer is entry.param else entry.grad  # each param asks several times a backward
-    return found if found is not None and found.shows_in(grad) else None
+def _slice_of(domain: Domain, entry: ParamRecord, place: tuple[NormTable, int], syncing: Syncing) -> GradientSlice:
+    shard, where, index = entry.shard, entry.shard.slice_of(entry.index), entry.index
+    total = shard.gradient_sum.total[where.local]
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        flat = shard.gradient_sum.total
+        if own is not total:  # of a result
+            flat = torch.zeros(shard.numel, dtype=own.dtype, device=shard.device)
+            flat[where.local] = own.to(flat.device)
+        return shard.as_param(domain.gather_slices(shard, flat, "gradients"), index).clone()
+
+    others = (gather, GradientFetch(domain, shard, index)) if domain.mesh.shard.size > 1 else (None, None)
+    made = GradientSlice(total, where.start, place, call_while_alive(_receive, syncing, entry), *others)
+    made.group = domain.mesh.world.group
+    # A gradient that a script keeps must not keep the optimizer (test_no_page_of_sums_stays_registered).
+    made.draws = call_while_alive(lambda domain, entry: domain.draw(entry), domain, entry)
+    return made
+
+
+def _receive(syncing: Syncing, entry: ParamRecord, grad: torch.Tensor) -> None:
+    """Takes a gradient that autograd adds to a part."""
+    own = entry.gradient_slice
+    assert own is not None
+    if own.pending is not None:
+        own.pending.add_(grad.detach())
+    else:
+        # Autograd may pass the same tensor to another param. A round reads it at once. Under no_sync() it is kept until
+        # a later backward: without a copy, a write to the other param's gradient would change it.
+        own.pending = grad.detach() if syncing.is_on else grad.detach().clone()

@@ -24,7 +24,6 @@ from ..domain.members import plain_tensors, tensors_of
 from ..errors import BindingError
 from ..tensors.unsharded_guard import is_sharded
 from .averaged_params import AveragedParams, trained_elsewhere
-from .backward import Backward
 from .buffers import SharedBuffers
 from .casts import Casts
 from .closure import ClosureState, RaiseNow
@@ -36,6 +35,7 @@ from .hooks import ModuleHook, call_while_alive, remove_all
 from .materialize import give_devices, give_values
 from .nested import tensors_within
 from .overlap_hooks import OverlapHooks
+from .rounds import Rounds, fail_closure, rounds_ended
 from .running import in_backward
 from .surgery import Bound, Rebinding, names_of, plan_rebinding
 from .tree import ModuleTree
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ..domain.param import Candidate, ParamRecord
     from ..partition.comm.group import Ranks
     from .materialize import DeferredInit
+    from .round_gradients import Release
 
 
 class ModuleTakeover:
@@ -61,7 +62,7 @@ class ModuleTakeover:
         before_buffers: is called while a ``join()`` is open, before a forward takes buffers, with the module's name.
         averaged: the params that optimizers other than shardopt's train.
         fresh: params and buffers that were on the meta device and have no values yet.
-        backward: takes the gradients, from :meth:`use_domain` on.
+        rounds: takes the gradients, from :meth:`use_domain` on.
         forward: gathers the params at stage 3, from :meth:`use_domain` on.
         casts: casts inputs and outputs, where the module runs in another dtype than its masters have.
         overlap_hooks: waits for params that the last step did not wait for, from :meth:`use_domain` on; below stage 3.
@@ -91,14 +92,14 @@ class ModuleTakeover:
         self.module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         self.pauses = 0
         self.closure = ClosureState()
-        self.backward: Backward | None = None
+        self.rounds: Rounds | None = None
         self.forward: Forward | None = None
         self.overlap_hooks: OverlapHooks | None = None
         self.casts: Casts | None = None
         self._exact: ExactWeights | None = None
         self._is_called = False  # a forward runs in ``unsharded()`` with ``compute_dtype``
         self._domain: Domain | None = None
-        self._experts: dict[Domain, Backward] = {}  # those of experts
+        self._experts: list[Domain] = []  # those of experts
         self.fresh: frozenset[torch.Tensor] = frozenset()
         self._tree: ModuleTree | None = None  # of the last binding or check_covered()
         # The sharers at the same time. Weak: one optimizer must not keep another one of the same module.
@@ -237,7 +238,7 @@ class ModuleTakeover:
             self.check_covered()
             self._tree, self._covered_by = ModuleTree(self.module), sharers
 
-    def _average_others(self) -> None:
+    def average_others(self) -> None:
         """Collective at the end of a round: averages the gradients that other optimizers use."""
         assert self._domain is not None
         if any(param.requires_grad for param in self._frozen):  # thawed, perhaps for such an optimizer
@@ -252,9 +253,8 @@ class ModuleTakeover:
 
     def check_free(self, candidates: Sequence[Candidate]) -> None:
         """Raises BindingError if another optimizer takes the gradient of a candidate, whatever module it took over."""
-        leads = [each.backward for each in self._takeovers() if each is not self and each.backward is not None]
-        backwards = [backward for lead in leads for backward in (lead, *lead.followers)]
-        taken = {entry.outer for backward in backwards for entry in backward.entries}
+        others = [each.rounds for each in self._takeovers() if each is not self and each.rounds is not None]
+        taken = {entry.outer for rounds in others for entry in rounds.entries}
         for name, param, _ in candidates:
             if self._domain is not None and self._domain.locals.outer_of(param) in taken:
                 raise BindingError(
@@ -272,41 +272,33 @@ class ModuleTakeover:
                 check_same_ranks(given, called.ddp)
         return given
 
-    def use_domain(self, domain: Domain, backward: Backward) -> None:
-        """Says which domain the params are bound to; :meth:`attach` follows for each binding."""
-        self._domain, self.backward = domain, backward
-        backward.closure = self.closure
-        backward.syncs_now = call_while_alive(ModuleTakeover._syncs_now, self)
-        backward.has_stages = len(self.called) > 1 and not domain.options.release_gradients
-        backward.on_end = call_while_alive(ModuleTakeover._end_round, self)
-        backward.on_reduced = call_while_alive(ModuleTakeover._average_others, self)
+    def use_domain(self, domain: Domain, release: Release | None) -> None:
+        """Says which domain the params are bound to, and what uses their gradients within backward.
+
+        :meth:`attach` follows for each binding.
+        """
+        self._domain, has_stages = domain, len(self.called) > 1 and release is None
+        self.rounds = Rounds(self, domain, release, has_stages)
         if domain.codes_updates and self._exact is None:
             self._exact = ExactWeights(self.module)
         if domain.shards_params:
             self.forward = Forward(domain, self.module, self.called)
-            backward.units = self.forward.params
+            self.rounds.units = self.forward.params
         elif domain.options.tuning.overlap_gather and self.module in self._called:
             self.overlap_hooks = OverlapHooks(domain, self.module)
             domain.on_overlap = call_while_alive(OverlapHooks.start, self.overlap_hooks, otherwise=False)
 
-    def reducing(self) -> list[tuple[Domain, Backward]]:
-        """Returns the domains whose gradients are reduced here, the main one first; none before they are bound."""
-        if self._domain is None or self.backward is None:
-            return []
-        return [(self._domain, self.backward), *self._experts.items()]
-
-    def add_domain(self, domain: Domain, backward: Backward) -> None:
+    def add_domain(self, domain: Domain) -> None:
         """Says that experts are bound to a domain of their own; after :meth:`use_domain`."""
-        assert self.backward is not None
-        backward.follow_rounds_of(self.backward)
-        self._experts[domain] = backward
+        assert self.rounds is not None
+        self.rounds.add_experts(domain)
+        self._experts.append(domain)
         if self.forward is not None:
             self.forward.add_domain(domain)
-            backward.units = self.forward.params
 
     def attach(self, domain: Domain, entries: Sequence[ParamRecord]) -> None:
         """Puts hooks on params that were just bound."""
-        assert self.backward is not None
+        assert self.rounds is not None
         self._tree = ModuleTree(self.module)
         self.first_calls.end()
         names = names_of(self.module)
@@ -315,10 +307,10 @@ class ModuleTakeover:
         self._numel = sum(math.prod(each.shape) for each in self.bound.values())
         for buffers in self._buffers.values():
             buffers.look_again()
-        self._experts.get(domain, self.backward).attach(entries)
+        self.rounds.attach(domain, entries)
         if self.forward is not None and self._domain is not None:
             self.forward.attach()
-            self._domain.gatherer.on_past = call_while_alive(Backward.pass_over, self.backward)
+            self._domain.gatherer.on_past = call_while_alive(Rounds.pass_over, self.rounds)
         if self.overlap_hooks is not None:
             self.overlap_hooks.attach()
         if self._exact is not None and self._domain is not None:
@@ -411,10 +403,11 @@ class ModuleTakeover:
         self._find_ddp(called)
         self._retire_reducer(called)
         self._before_forward()
-        if self.backward is not None:
-            if self.backward.is_open:
-                self.backward.abandon("a new forward began before its backward had ended")
-            self.backward.forward_begins(self._syncs(called))
+        if self.rounds is not None:
+            if self.rounds.is_open:
+                self.rounds.abandon("a new forward began before its backward had ended")
+            self.rounds.is_in_forward = True
+            self.rounds.syncing.forward_begins(self._syncs(called))
             self._take_buffers(called)
 
     def _called_within(
@@ -449,10 +442,12 @@ class ModuleTakeover:
 
     def expect_backward(self) -> None:
         """Decides whether the next backward reduces gradients, if it follows the forward of a submodule alone."""
-        assert self.backward is not None
-        self.backward.is_syncing = self._syncs_now()
+        assert self.rounds is not None
+        self.rounds.syncing.is_on = self.syncs_now
 
-    def _syncs_now(self) -> bool:
+    @property
+    def syncs_now(self) -> bool:
+        """False while ``no_sync()`` is open."""
         return all(map(self._syncs, self.called))
 
     def _syncs(self, called: CalledModule) -> bool:
@@ -477,15 +472,15 @@ class ModuleTakeover:
         Returns the output if its gradients are weighed.
         """
         called = self._called.get(module)
-        if self.backward is None or called is None or torch._C._current_graph_task_id() != -1:
+        if self.rounds is None or called is None or torch._C._current_graph_task_id() != -1:
             return None
-        self.backward.is_in_forward = False
+        self.rounds.is_in_forward = False
         if torch.is_grad_enabled() and not self._is_alone:
             if called.module.training:
                 self._buffers[called].forward_ended(not self.pauses)
             self._mark_graph(called, tensors_within(output), self._syncs(called))
-            if self.backward.weights is not None:
-                return self.backward.weights.weigh_outputs(output)
+            if self.rounds.weights.in_use:
+                return self.rounds.weights.weigh_outputs(output)
         return None
 
     def _mark_graph(self, called: CalledModule, outputs: Iterable[torch.Tensor], syncs: bool) -> None:
@@ -504,10 +499,11 @@ class ModuleTakeover:
             later(lambda: later(self._rest))  # behind what the end of a backward does with gradients
         if self.forward is not None:
             self.forward.begin_graph(called.name)
-        if self.backward is not None:
-            self.backward.begin_graph(syncs, self.called.index(called))
+        if self.rounds is not None:
+            self.rounds.begin_graph(syncs, self.called.index(called))
 
-    def _end_round(self, completed: bool) -> None:
+    def round_ended(self, completed: bool) -> None:
+        """A round has ended, or is lost."""
         for buffers in self._buffers.values():
             buffers.round_ended()
         if self.forward is not None:
@@ -523,8 +519,8 @@ class ModuleTakeover:
         """Forgets a failed backward, after gradients were set to None or zero."""
         for buffers in self._buffers.values():
             buffers.gradients_forgotten()
-        if self.backward is not None:
-            self.backward.forget_gradients()
+        if self.rounds is not None:
+            self.rounds.forget_gradients()
 
     # -- fp32 values in unsharded() --------------------------------------------------------------------------------
 
@@ -610,16 +606,16 @@ class ModuleTakeover:
 
     def _release_params(self) -> None:
         """Removes the hooks of params."""
-        if self.backward is not None:
-            self.backward.detach()
+        if self.rounds is not None:
+            self.rounds.detach()
         if self.forward is not None:
             self.forward.close()
 
     def unbind(self) -> None:
         """Forgets the domains, and removes the hooks of their params. The hooks on the module stay."""
         self._release_params()
-        self._domain, self.backward, self.forward, self.overlap_hooks = None, None, None, None
-        self._experts, self.bound, self._tree, self._numel, self._has_stepped = {}, {}, None, 0, False
+        self._domain, self.rounds, self.forward, self.overlap_hooks = None, None, None, None
+        self._experts, self.bound, self._tree, self._numel, self._has_stepped = [], {}, None, 0, False
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -630,7 +626,7 @@ class ModuleTakeover:
             RaiseNow: the ranks need not, or cannot, raise together at the beginning of the step.
             Exception: what the closure raised. The ranks will raise together at the beginning of the step.
         """
-        state, rounds = self.closure, 0 if self.backward is None else self.backward.rounds
+        state, ended = self.closure, rounds_ended(self.rounds)
         state.is_on, state.number, state.shared_error = True, state.number + 1, None
         try:
             with torch.enable_grad():
@@ -639,7 +635,7 @@ class ModuleTakeover:
             if state.shared_error is not None:
                 raise RaiseNow(state.shared_error) from error
             # Read only now: the closure may have bound the module.
-            if self.backward is not None and not self.backward.fail_closure(error, rounds):
+            if self.rounds is not None and not fail_closure(self.rounds, error, ended):
                 raise RaiseNow(error) from error
             raise
         finally:

@@ -12,7 +12,7 @@ from ..errors import DisagreementError
 from ..tensors.gradient_slice import UNREPEATABLE
 
 if TYPE_CHECKING:
-    from ..module.backward import Backward
+    from ..module.round_gradients import RoundGradients
 
 _KINDS = {
     "bind": "the first forward",
@@ -92,11 +92,11 @@ def dtype_of(grad: torch.Tensor | None) -> str | None:
     return str(grad.dtype).removeprefix("torch.") if grad.layout is torch.strided else SPARSE
 
 
-def edits_of(backward: Backward) -> dict[str, Any]:
+def edits_of(gradients: RoundGradients) -> dict[str, Any]:
     """Returns the edits in place of reduced gradients since the last call; each rank repeats them on its slice."""
     edits: dict[str, list[Any]] = {}
     written = None
-    for number, entry in enumerate(backward.entries):
+    for number, entry in enumerate(gradients.entries):
         slot = entry.gradient_slice
         if slot is None or not slot.shows_in(entry.grad):
             continue
@@ -112,8 +112,8 @@ def edits_of(backward: Backward) -> dict[str, Any]:
     return {"edits": edits, "written": written}
 
 
-def follow_edits(backward: Backward, edits: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-    for number, entry in enumerate(backward.entries):
+def follow_edits(gradients: RoundGradients, edits: Mapping[str, Sequence[Sequence[Any]]]) -> None:
+    for number, entry in enumerate(gradients.entries):
         slot, grad = entry.gradient_slice, cast(Any, entry.param.grad)
         if slot is None or not slot.shows_in(grad):  # all ranks will find this together
             continue

@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..domain.hyperparameters import plain_numbers
 from ..errors import ShardoptError
-from ..module.backward import Backward
 from ..module.ddp import syncs_buffers
 from ..step.step import Call
 from ..units.unit import UnitState
@@ -41,6 +40,7 @@ from .announcement import SPARSE, Announcement, dtype_of, edits_of, follow_edits
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..module.rounds import Rounds
     from ..module.takeover import ModuleTakeover
     from ..partition.comm.group import Ranks
     from ..units.gatherer import Gatherer
@@ -65,7 +65,7 @@ class Shadow(JoinHook):
         self.shadows = False  # True while this rank makes a call that another rank announced
         self._ranks: Ranks = engine.ensure_domains().main.mesh.world
         self._is_complete = True  # True if no rank had run out at the last announcement
-        self._backward: Backward | None = None
+        self._rounds: Rounds | None = None
         self._ddp: DistributedDataParallel | None = None
         self._ddp_hook: Any = None
         if engine.takeover is not None:
@@ -73,7 +73,8 @@ class Shadow(JoinHook):
 
     def _put_hooks(self, takeover: ModuleTakeover) -> None:
         """Lets the module that was taken over announce its rounds, gathers and forwards."""
-        self._backward = backward = cast(Backward, takeover.backward)
+        assert takeover.rounds is not None
+        self._rounds = rounds = takeover.rounds
         me, closure = weakref.ref(self), takeover.closure
 
         def before_round(held: list[int]) -> int | None:
@@ -83,7 +84,7 @@ class Shadow(JoinHook):
                     None
                     if hook is None
                     else hook.announce(
-                        "round", lambda: {"held": held, "weighted": backward.is_weighted, **edits_of(backward)}
+                        "round", lambda: {"held": held, "weighted": rounds.weights.is_on, **edits_of(rounds.main)}
                     )
                 )
             return None if hook is None or announced is None else hook._divisor(announced)
@@ -108,7 +109,7 @@ class Shadow(JoinHook):
                 with closure.raising_together():
                     hook.announce("forward", lambda: {"called": called})
 
-        backward.before_round, takeover.before_buffers = before_round, before_buffers
+        rounds.before_round, takeover.before_buffers = before_round, before_buffers
         if takeover.forward is not None:
             takeover.forward.before_gathers = before_gathers
         takeover.retire_reducer()
@@ -125,8 +126,8 @@ class Shadow(JoinHook):
                 engine.takeover.before_buffers, engine.takeover.source = None, 0
                 if engine.takeover.forward is not None:
                     engine.takeover.forward.before_gathers = None
-        if self._backward is not None:
-            self._backward.before_round = None
+        if self._rounds is not None:
+            self._rounds.before_round = None
         if self._ddp is not None:
             self._ddp_hook.remove()
             self._ddp._join_config = _OFF
@@ -159,7 +160,7 @@ class Shadow(JoinHook):
         except Exception as error:  # sent to the others, which wait for this rank
             row = {"problem": f"{type(error).__name__}: {error}"}
         announced = self._exchange(engine, kind, row)
-        if kind == "step" and self._backward is None and not announced.is_complete:
+        if kind == "step" and self._rounds is None and not announced.is_complete:
             self._send_gradients(engine, announced)
         return announced
 
@@ -169,12 +170,12 @@ class Shadow(JoinHook):
         gatherer = None if engine is None else _gatherer(engine)
         if gatherer is None or not gatherer.waits_for_others or gatherer.unsharded_contexts or self.shadows:
             return
-        assert self._backward is not None
+        assert self._rounds is not None
         if isinstance(gathers, Direction):
             facts = {}
             if gathers is Direction.BACKWARD:
-                self._backward.open_round_early()  # which announces a round
-                if self._backward.is_open:
+                self._rounds.open_round_early()  # which announces a round
+                if self._rounds.is_open:
                     return
                 facts["written"] = "torch.autograd.grad() gathers params, which they could not join. Use backward()."
             self.announce(f"gathers for {gathers.value}", lambda: facts)
@@ -186,7 +187,7 @@ class Shadow(JoinHook):
                 f"{gathers.name or 'the model itself'} is used in another order than the ranks expect. Take a first "
                 "step in which all ranks have a batch, and keep its order."
             )
-            if self._backward.is_open:  # the others wait for gathers, and receive no announcement until these time out
+            if self._rounds.is_open:  # the others wait for gathers, and receive no announcement until these time out
                 raise ShardoptError(f"this rank cannot go on beside ranks that have run out: {why}")
             gatherer.end_pass()  # the others receive announcements once they have joined all gathers of the forward
             gatherer.orders.refuse()
@@ -196,7 +197,7 @@ class Shadow(JoinHook):
             self.announce("gather", lambda: {"unit": gathers.name, "evaluates": evaluates})
 
     def _check_place(self, engine: Engine) -> None:
-        if self._backward is not None and not _joinable(engine)._join_config.is_first_joinable:
+        if self._rounds is not None and not _joinable(engine)._join_config.is_first_joinable:
             raise ShardoptError(
                 "use `with optimizer.join():` or Join([optimizer]), with one optimizer for the module: Join was given "
                 "others ahead of this optimizer, which took the module over, and a rank that has run out of batches "
@@ -239,7 +240,7 @@ class Shadow(JoinHook):
             "scaling": [call.scale, call.overflow],
             "numbers": [plain_numbers(group) for group in engine.groups],
             "gradients": [dtype_of(param.grad) for param in engine.params],
-            **(edits_of(self._backward) if self._backward is not None else {}),
+            **(edits_of(self._rounds.main) if self._rounds is not None else {}),
         }
 
     def announce_error(self, error: Exception, caller: str) -> None:
@@ -255,7 +256,7 @@ class Shadow(JoinHook):
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
         ours = __name__.partition(".")[0]
         is_known = any(name.partition(".")[0] == ours for name in modules if name != caller)
-        if is_known or engine is None or (self._backward is not None and self._backward.is_open):
+        if is_known or engine is None or (self._rounds is not None and self._rounds.is_open):
             return
         call = Call(engine.defaults, problem=error)
         with suppress(Exception):  # the error itself, or that all of them have raised it
@@ -316,17 +317,15 @@ class Shadow(JoinHook):
         gatherer.join(gatherer.units[announced.facts["unit"]], announced.facts["evaluates"])
 
     def _round(self, engine: Engine, announced: Announcement) -> None:
-        assert self._backward is not None
-        follow_edits(self._backward, announced.facts["edits"])
-        self._backward.run_round_of_zeros(
-            announced.facts["held"], self._divisor(announced), announced.facts["weighted"]
-        )
+        assert self._rounds is not None
+        follow_edits(self._rounds.main, announced.facts["edits"])
+        self._rounds.run_round_of_zeros(announced.facts["held"], self._divisor(announced), announced.facts["weighted"])
 
     def _step(self, engine: Engine, announced: Announcement) -> None:
         facts = announced.facts
         follow_numbers(engine.groups, facts["numbers"])
-        if self._backward is not None:
-            follow_edits(self._backward, facts["edits"])
+        if self._rounds is not None:
+            follow_edits(self._rounds.main, facts["edits"])
             for param, dtype in zip(engine.params, facts["gradients"], strict=True):
                 if dtype is None:
                     param.grad = None

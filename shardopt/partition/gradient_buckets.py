@@ -36,10 +36,12 @@ class Sink(Protocol):
     Attributes:
         accumulates: True if later backwards add to the sum.
         is_on_host: True if the sum lies in host memory between rounds, and params lie on a device.
+        stays: True if the sum stays where it is reduced; else :attr:`Reducer.on_sum` takes it there.
     """
 
     accumulates: bool = True
     is_on_host: bool = False
+    stays: bool = True
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -61,12 +63,8 @@ class Sink(Protocol):
     def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:
         """Returns the reduction of a full buffer over the first direction of the mesh."""
 
-    def use(self, reduction: Reduction, arrived: AbstractSet[int]) -> None:
-        """Takes the result of a finished reduction.
-
-        Args:
-            arrived: params of which this rank had a gradient in it.
-        """
+    def use(self, reduction: Reduction) -> None:
+        """Takes the result of a finished reduction."""
         return
 
     def wait_for_copies(self) -> None:
@@ -128,23 +126,18 @@ class DeviceSum(Sink):
 
 
 class PassingSum(Sink):
-    """Uses the sum as soon as it is reduced, and keeps nothing.
+    """Keeps nothing: the sum is used as soon as it is reduced.
 
     The sum of one rank is the buffer itself, in the buffer's dtype. The sum of several ranks is fp32.
     """
 
-    accumulates = False
-
-    # Takes a sum (1D, at least as long as this rank's slice) and the params of which this rank had a gradient in it.
-    on_sum: Callable[[torch.Tensor, AbstractSet[int]], None]
+    accumulates = stays = False
 
     def __init__(self, shard_numel: int, device: torch.device, mesh: Mesh):
-        """``on_sum`` must be set before the first round."""
         assert not mesh.is_hybrid
         self._shard_numel, self._device, self._mesh = shard_numel, device, mesh
 
-    def use(self, reduction: Reduction, arrived: AbstractSet[int]) -> None:
-        self.on_sum(reduction.target, arrived)
+    def use(self, reduction: Reduction) -> None:
         last_used(reduction.target)
 
     def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -81,7 +81,12 @@ class Reducer:
 
     Attributes:
         is_reduced: True once every rank has what its sums need from this rank, so that all go on to what follows.
+        on_sum: takes each sum that does not stay on the device, once it is complete: the number of its bucket, the sum
+            (1D, at least as long as this rank's slice), and the params of which this rank had a gradient in it. Set
+            before the first round.
     """
+
+    on_sum: Callable[[int, torch.Tensor, AbstractSet[int]], None]
 
     def __init__(self, mesh: Mesh, shards: Transport, replicas: Transport, is_coded: bool = False):
         """Collective.
@@ -322,7 +327,10 @@ class Reducer:
     def _recycle(self, ended: Sequence[Reduction]) -> None:
         for reduction in ended:
             buffer, number = self._reducing.pop(reduction)
-            self.buckets[number].sink.use(reduction, self._filling[number].arrived)
+            sink = self.buckets[number].sink
+            if not sink.stays:
+                self.on_sum(number, reduction.target, self._filling[number].arrived)
+            sink.use(reduction)
             if buffer.has_streams:
                 buffer.mark()  # the current stream waited for the reduction
             if buffer.is_pooled:

@@ -85,7 +85,7 @@ class NormSums:
             Exception: this rank's; CommunicationError on the other ranks.
         """
         slots = max(len(each[number].measured) for each in self._passes if number < len(each) - 1)
-        reports = [self._layout.blank() for _ in range(slots)]
+        reports = [Report(self._layout) for _ in range(slots)]
         relay.attempt(self._measure, ran, reports)
         totals = relay.meet(riding_on(lambda failed: self._exchange(number, reports, failed)))
         relay.check()

@@ -27,20 +27,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..domain.agreement import StepDigest, agree, checksum
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Group, ParamRecord
-from ..domain.turn import holding
 from ..errors import BindingError, ShardoptError
 from ..kernels.formats import format_of
 from ..kernels.reductions import NONFINITE
 from ..kernels.tables import Factors
-from ..module.backward import Backward
-from ..module.hooks import call_while_alive
 from ..partition.comm.group import Ranks
 from ..partition.comm.together import Relay
 from ..tensors.gradient_slice import divide_
@@ -56,6 +52,8 @@ if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.shard import Shard
     from ..module.gradient_report import Report
+    from ..module.gradient_totals import GradientTotals
+    from ..module.round_gradients import RoundGradients
     from .frozen_step import FrozenStep
 
 
@@ -83,8 +81,11 @@ class _OpenStep:
 Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], StepPlanner]]
 
 
-class UpdateInBackward(Backward):
-    """Takes the gradients of a domain's params, and the steps."""
+class UpdateInBackward:
+    """Updates with each sum of gradients as soon as it is complete: all of a step is taken within backward.
+
+    The rounds call it (``module/rounds.py``): :meth:`begin`, :meth:`take_sum` for each bucket, :meth:`take_step`.
+    """
 
     def __init__(self, domain: Domain, begin: Begin, took_step: Callable[[float], None]):
         """
@@ -102,19 +103,9 @@ class UpdateInBackward(Backward):
                 "sum over the copies of a shard is known only once all buckets are reduced, so that none could be "
                 "released before."
             )
-        super().__init__(domain)
-        self._begin, self._took_step = begin, took_step
+        self._domain, self._begin, self._took_step = domain, begin, took_step
         self._round: _OpenStep | None = None
         self._outcome: Outcome | None = None  # of a backward that no step() has followed yet
-
-    # -- params ----------------------------------------------------------------------------------------------------
-
-    def _attach_slices(self, entries: Sequence[ParamRecord]) -> None:
-        """Does nothing: no gradient is ever shown."""
-
-    def _measure_sums_of(self, shard: Shard, params: np.ndarray[Any, Any]) -> None:
-        self._totals.add(shard, params, is_early=True)
-        shard.passing_sum.on_sum = call_while_alive(UpdateInBackward._use, self, shard)
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
@@ -125,54 +116,53 @@ class UpdateInBackward(Backward):
             params: of all groups; their gradients are None from now on.
 
         Raises:
-            ShardoptError: the backward did not end, or there are gradients that it did not bring.
+            ShardoptError: there are gradients that the backward did not bring.
         """
-        self.check_whole()
         drop_gradients(params)
         outcome, self._outcome = self._outcome or NOTHING_DONE, None
         return outcome
 
-    def check_whole(self) -> None:
-        if self.is_open:
-            self.abandon("backward ended before all gradients were reduced")
+    def check(self) -> None:
+        """Raises ShardoptError if a round was lost that had updated something."""
         check_unbroken(self._domain)
-        super().check_whole()
 
-    def abandon(self, reason: str) -> None:
-        super().abandon(reason)
+    def check_unused(self) -> None:
+        """Raises ShardoptError if the gradients of this step were used already."""
+        if self._outcome is not None:
+            raise second_backward()
+
+    def abandon(self, reason: str, has_started: bool) -> None:
+        """Undoes what the lost round has updated, or marks the domain as broken.
+
+        Args:
+            has_started: a reduction of the round was started on this rank.
+        """
         current, self._round = self._round, None
         # A bucket was updated on any rank only if all ranks had sent theirs.
-        if self._reducer.has_started and not (current is not None and self._undo(current)):
+        if has_started and not (current is not None and self._undo(current)):
             why = f"in a backward with release_gradients=True that had updated some buckets: {reason}"
             self._domain.mark_broken(why)
 
-    def reduce_gradient(self, entry: ParamRecord) -> None:
-        self.lead.decide()
-        if not self.is_syncing and self._outcome is not None:
-            raise second_backward()
-        super().reduce_gradient(entry)
-
-    @holding("backward()")
-    def open_round(self) -> None:
-        if self._outcome is not None and not any(entry.param.requires_grad for entry in self.entries):
-            return  # the backward runs through a frozen module, and adds nothing to the gradients that were used
-        self._open_step()
-        super().open_round()
-
-    def reduce_now(self) -> None:
-        if self._outcome is None:  # else backward has used all gradients
-            self._open_step()
-            super().reduce_now()
-
-    def _open_step(self) -> None:
+    def begin(self, in_backward: bool) -> bool:
+        """Begins the step of a round that is about to open. Returns False if none opens: backward has used all."""
+        # A backward that runs through a frozen module adds nothing to the gradients that were used.
+        adds = in_backward and any(entry.param.requires_grad for entry in self._entries)
+        if self._outcome is not None and not adds:
+            return False
         try:
-            if self._outcome is not None:
-                raise second_backward()
+            self.check_unused()
             check_unbroken(self._domain)
             self._round = self._prepare()
         except BaseException:
-            self._reducer.abandon_round()  # the other ranks need not wait for this one
+            reducer = self._domain.reducer
+            assert reducer is not None
+            reducer.abandon_round()  # the other ranks need not wait for this one
             raise
+        return True
+
+    @property
+    def _entries(self) -> list[ParamRecord]:
+        return list(self._domain.entries.values())
 
     def _undo(self, current: _OpenStep) -> bool:
         """Undoes the updates of this backward. Returns False if that cannot be: they hold as soon as they are made.
@@ -209,17 +199,18 @@ class UpdateInBackward(Backward):
         factors = Factors(clip=clip_factor(domain.options, None, numbers))
         return _OpenStep(groups, numbers, planner, planner.ahead(groups, numbers), whole, written, bits, factors)
 
-    def _use(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
-        """Updates with the sum of a bucket, once it is reduced.
+    def take_sum(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int], totals: GradientTotals) -> None:
+        """Updates with the sum of a bucket, once it is complete.
 
         Args:
             total: 1D, this rank's slice of the sum.
             arrived: indices of the params whose gradients came on this rank.
+            totals: of all sums of the round.
         """
         current, domain = self._round, self._domain
         assert current is not None
         with torch.no_grad(), domain.clock.phase("update"):
-            is_spoilt = self._measure(shard, total)
+            is_spoilt = self._measure(shard, total, totals)
             # Of states that stay in memory beside a disk updates hold at once, and follow the vote.
             is_after_vote = not domain.store.is_final and shard.store is not domain.store
             if is_after_vote or (domain.mesh.world.size > 1 and len(arrived) < len(shard.bucket.params)):
@@ -237,13 +228,13 @@ class UpdateInBackward(Backward):
                 [param for param in params if domain.entries[param] in current.frozen.awaited]
             )
 
-    def _measure(self, shard: Shard, total: torch.Tensor) -> torch.Tensor:
+    def _measure(self, shard: Shard, total: torch.Tensor, totals: GradientTotals) -> torch.Tensor:
         """Measures a sum. Returns whether it holds an Inf or NaN that must not reach params: 0D bool."""
         grad, world = format_of(total.dtype, "a gradient"), self._domain.mesh.world
-        totals = self._totals.measure(shard, grad, shard.tables.gradients_in(total), world.size)
-        if totals is None or self._domain.options.tuning.nonfinite == "propagate":
+        found = totals.measure(shard, grad, shard.tables.gradients_in(total), world.size)
+        if found is None or self._domain.options.tuning.nonfinite == "propagate":
             return torch.zeros((), dtype=torch.bool, device=total.device)
-        return totals[:, NONFINITE].any()
+        return found[:, NONFINITE].any()
 
     def _launches(self, shard: Shard, total: torch.Tensor, present: AbstractSet[int]) -> list[Launch]:
         """Makes the launches that update the present params of a shard with their sum over ranks."""
@@ -280,21 +271,26 @@ class UpdateInBackward(Backward):
 
     # -- its end ---------------------------------------------------------------------------------------------------
 
-    def _fill_sums(self, report: Report, vector: torch.Tensor, counts: bool) -> None:
+    def fill(self, report: Report, vector: torch.Tensor) -> None:
+        """Tells in the report, which may travel from a device as ``vector``, whether a bucket was updated."""
         assert self._round is not None
         if self._round.spoilt:
             report.mark_updated(vector, ~torch.stack(self._round.spoilt).all())
-        super()._fill_sums(report, vector, counts)
 
-    def _finish_round(self) -> None:
-        reducer, current = self._reducer, self._round
+    def take_step(self, gradients: RoundGradients, problem: Exception | None) -> None:
+        """Collective: ends the round, and with it the step.
+
+        Args:
+            problem: why this rank's sums are no good.
+        """
+        reducer, current = gradients.reducer, self._round
         assert current is not None
         relay = Relay()
-        report = relay.attempt(self._last_report)
-        found = relay.meet(partial(found_in, self._domain, self.entries, report, current.whole))
+        report = relay.attempt(self._last_report, gradients, problem)
+        found = relay.meet(partial(found_in, self._domain, self._entries, report, current.whole))
         relay.check()
         assert report is not None and found is not None
-        present = [entry for entry, is_there in zip(self.entries, report.present, strict=True) if is_there]
+        present = [entry for entry, is_there in zip(self._entries, report.present, strict=True) if is_there]
         if not present:  # on no rank: it was another module's backward, and no step
             reducer.end_round()
             self._round = None
@@ -321,16 +317,16 @@ class UpdateInBackward(Backward):
             report_skip(self._domain.options.tuning.nonfinite, nonfinite, self._where(report))
         self._outcome = not is_skipped, norm
 
-    def _last_report(self) -> Report:
+    def _last_report(self, gradients: RoundGradients, problem: Exception | None) -> Report:
         with self._domain.clock.phase("reduce"):
-            report = self._report(self._reduce_remaining())
+            report = gradients.report(problem)
         self._check_in_time(report)
         return report
 
     def _keep_versions(self, current: _OpenStep) -> None:
         """Records the present versions, as no update holds. The next backward finds written params again."""
         self._domain.epoch.cancel_step()
-        for entry in self.entries:
+        for entry in self._entries:
             if entry not in current.written:
                 entry.follow_param()
             if entry.shard.exact_slice is not None:  # its launches ran, and wrote nothing
@@ -338,7 +334,7 @@ class UpdateInBackward(Backward):
 
     def _check_in_time(self, report: Report) -> None:
         if report.late.any():
-            name = self.entries[int(report.late.argmax())].name
+            name = self._entries[int(report.late.argmax())].name
             raise ShardoptError(
                 "use checkpoint(..., use_reentrant=False), or construct the optimizer without release_gradients: "
                 f"another gradient of {name} arrived in a backward in which it had been used already. A reentrant "
@@ -347,7 +343,7 @@ class UpdateInBackward(Backward):
 
     def _where(self, report: Report) -> str:
         found = report.nonfinite > 0  # the element may be another tensor-parallel rank's
-        return f" (first in {self.entries[int(found.argmax())].name})" if found.any() else ""
+        return f" (first in {self._entries[int(found.argmax())].name})" if found.any() else ""
 
     def _finish_step(self, current: _OpenStep, present: Sequence[ParamRecord], norm: float) -> None:
         """Collective: the rest of the step."""

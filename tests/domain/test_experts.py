@@ -296,8 +296,8 @@ class Decisions:
         overflows.remove()
 
         # At the end of a backward, on the ranks of one expert: all others hear of it there, and none waits in step().
-        (follower,) = self.optimizer.engine.takeover.backward.followers
-        fails = patch.object(follower, "_fill_sums", side_effect=Odd("of one expert"))
+        experts, _ = self.optimizer.engine.takeover.rounds.parts
+        fails = patch.object(experts._totals, "add_to", side_effect=Odd("of one expert"))
         told = raises(CommunicationError, "left this backward after an error of its own", "are unchanged")
         with raises(Odd, "of one expert") if self.is_odd else told, fails if self.is_odd else nullcontext():
             self.backward()

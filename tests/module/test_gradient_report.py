@@ -52,13 +52,13 @@ def test_the_sum_over_ranks_is_the_report_of_all(shards: int, copies: int) -> No
                     limbs[number] += sums[number, :LIMBS]
                     nonfinite[number] += sums[number, NONFINITE]
                     largest[number] = max(largest[number], value)
-        report = layout.blank()
+        report = Report(layout)
         report.fill_flags(GradientFlags(*facts[:, rank]))
         if rank < shards:
             report.fill_sums(sums)
             # As a device does it: rows of its launches in any order, and some of no param.
             rows = generator.permutation(np.append(np.flatnonzero(sums.any(axis=1)), [-1, -1]))
-            added, totals = layout.blank(), np.where(rows[:, None] < 0, 0, sums[rows])
+            added, totals = Report(layout), np.where(rows[:, None] < 0, 0, sums[rows])
             added.fill_flags(GradientFlags(*facts[:, rank]))
             added.vector.index_add_(0, torch.from_numpy(layout.places(rows)), torch.from_numpy(totals).view(-1))
             assert torch.equal(added.vector, report.vector)
@@ -67,7 +67,7 @@ def test_the_sum_over_ranks_is_the_report_of_all(shards: int, copies: int) -> No
     pieces = sum(len(bucket.pieces(rank)) for bucket in buckets for rank in range(shards))
     empty = sum(bucket.numels.count(0) for bucket in buckets)
     assert layout.num_pieces == pieces + empty <= len(params) + len(buckets) * (shards - 1)
-    found = layout.blank()
+    found = Report(layout)
     found.vector.copy_(torch.stack([report.vector for report in reports]).sum(dim=0))
     assert np.array_equal(found.limbs, limbs) and np.array_equal(found.nonfinite, nonfinite)
     assert np.array_equal(found.largest, largest) and found.largest.dtype == np.float32
@@ -90,7 +90,7 @@ def test_who_failed_and_whether_anything_moved() -> None:
     for params in ([], [(BucketLayout((3,), 4), 0)]):
         total = Report(ReportLayout(params, 0, 4))
         for rank in range(4):
-            report = ReportLayout(params, rank, 4).blank()
+            report = Report(ReportLayout(params, rank, 4))
             if rank % 2:
                 report.mark_failed(rank)
             if rank == 2:
@@ -165,11 +165,11 @@ def params_that_come_later_move_the_places() -> None:
             opt.zero_grad()
             model.spare.requires_grad = True
         model(torch.arange(1.0, 1.0 + 4 * BLOCK)).backward()
-        backward: Any = opt.engine.takeover.backward if opt.engine.takeover is not None else None
-        assert len(backward.entries) == 1 + has_spare
-        report = backward._layout.blank()
-        backward._totals.add_to(report.vector, backward._layout, 1)
-        slices = [entry.gradient_slice.total for entry in backward.entries]
+        gradients: Any = opt.engine.takeover.rounds.main if opt.engine.takeover is not None else None
+        assert len(gradients.entries) == 1 + has_spare
+        report = Report(gradients.layout)
+        gradients._totals.add_to(report.vector, gradients.layout, 1)
+        slices = [entry.gradient_slice.total for entry in gradients.entries]
         assert any(each.any() for each in slices)
         norms = torch.tensor([float(each.double().norm()) for each in slices], dtype=torch.float64)
         assert torch.allclose(torch.from_numpy(norms_of_limbs(report.limbs)), norms, rtol=1e-6), has_spare

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardopt import ShardedSGD, ShardoptError, Tuning
-from shardopt.module.backward import RoundState
+from shardopt.module.rounds import RoundState
 from tests.support.ranks import Pool
 from tests.support.training import raises
 
@@ -49,9 +49,9 @@ class Walk:
     def state(self) -> RoundState:
         handover: Any = self.opt.engine.takeover
         reducer = self.opt.engine.domain.reducer if self.opt.engine.domain is not None else None
-        state: RoundState = handover.backward.state
+        state: RoundState = handover.rounds.state
         assert (state is RoundState.OPEN) == (reducer is not None and reducer.is_open)
-        assert (handover.backward._lost is not None) == (state is RoundState.LOST)
+        assert (handover.rounds._lost is not None) == (state is RoundState.LOST)
         return state
 
     def loss(self) -> Tensor:

@@ -40,8 +40,8 @@ MODULES = (
         "domain.remote_states",
         "domain.remote_gradients",
         "tensors.gradient_slice",
-        "module.backward",
         "module.round_gradients",
+        "module.rounds",
         "step.update",
     ),
 )

@@ -80,11 +80,10 @@ _REASONS = {
         ("HostStorage.release", "self._store.wait_for_copies()"): _NO_LOAD,
     },
     "domain.host_sum": {("HostSum.abandon", "self._landing.wait_for_copies()"): _FAILS},
-    "module.backward": {
-        ("Backward.fail_closure", "self.finish()"): _FAILS,
-        ("Backward.reduce_now", "self.finish()"): "no scenario calls reduce_gradients()",
-        ("Backward._finish_followers", "each.finish()"): "no scenario has experts",
-        ("Backward.run_round_of_zeros", "self.finish()"): "no scenario has a join() that a rank runs out in",
+    "module.rounds": {
+        ("fail_closure", "rounds.finish()"): _FAILS,
+        ("Rounds.reduce_now", "self.finish()"): "no scenario calls reduce_gradients()",
+        ("Rounds.run_round_of_zeros", "self.finish()"): "no scenario has a join() that a rank runs out in",
     },
 }
 

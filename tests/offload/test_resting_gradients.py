@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -30,6 +31,7 @@ from shardopt import (
 )
 from shardopt.domain.host_sum import HostSum
 from shardopt.domain.tiers import check_offload
+from shardopt.module.round_gradients import RoundGradients
 from shardopt.offload.gradients import SLOTS, HostLanding
 from shardopt.partition.reducer import Reducer
 from shardopt.tensors.gradient import GradientPart
@@ -131,15 +133,21 @@ def brings_at_once() -> Iterator[None]:
 def looks_behind() -> Iterator[None]:
     """At norms once the sum has left, and its slot holds anything."""
 
-    def use(self: HostSum, reduction: Any, arrived: Any) -> None:
-        slot, self._slot = self._slot, None
+    real, taken = HostSum.use, list[Callable[[], None]]()
+
+    def use(self: HostSum, reduction: Any) -> None:
+        slot = self._slot
         assert slot is not None
-        self._landing.offload(slot, self.total)
+        real(self, reduction)
         self._landing.wait_for_copies()
         slot.here.view(torch.uint8).fill_(0xFF)
-        self.on_sum(slot.here)
+        taken.pop()()
 
-    with patch.object(HostSum, "use", use):
+    def later(*given: Any) -> None:
+        taken.append(partial(take_sum, *given))
+
+    take_sum = RoundGradients.take_sum
+    with patch.object(HostSum, "use", use), patch.object(RoundGradients, "take_sum", later):
         yield
 
 

@@ -369,14 +369,14 @@ def test_buckets_that_are_updated_in_backward_leave_the_same_bits(
 def test_a_bucket_finds_its_states_in_slots_when_its_sum_arrives_in_mid_backward() -> None:
     numbered.clear()
     events: list[Any] = []
-    use = UpdateInBackward._use
+    use = UpdateInBackward.take_sum
 
     def noted(backward: Any, *given: Any) -> None:
         events.append(("sum", numbered[0].asked, len(numbered[0].waits)))
         use(backward, *given)
 
     model = stack()
-    with as_on_a_gpu(Numbered), patch.object(UpdateInBackward, "_use", noted):
+    with as_on_a_gpu(Numbered), patch.object(UpdateInBackward, "take_sum", noted):
         optimizer = wrap(model, stage=2, release_gradients=True, offload=Offload(step="gpu"))
         for layer in model:
             layer.weight.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardopt import CommunicationError, ShardedAdamW
 from shardopt.kernels import native_backend
-from shardopt.module.backward import Backward
+from shardopt.module.arrivals import Arrivals
 from shardopt.partition.comm.group import Ranks
 from tests.support.beside_a_device import beside_a_device, for_gpus
 from tests.support.comparing import snapshot
@@ -116,7 +116,7 @@ def goes_on(stage: int, in_package: bool, folder: str) -> None:
         train(model, opt, 0, 1)
         assert opt.engine.domain.reducer.on_stream
         opt.zero_grad()
-        spoilt = patch.object(Backward, "_deliver", leaving.leave) if in_package and leaving.is_odd else nullcontext()
+        spoilt = patch.object(Arrivals, "deliver", leaving.leave) if in_package and leaving.is_odd else nullcontext()
         if leaving.is_odd and not in_package:
             model.amid = leaving.leave
         with spoilt:
@@ -153,7 +153,7 @@ def goes_on_in_a_mesh() -> None:
         def fail(*_: Any) -> None:
             raise ValueError(SPOILT)
 
-        with patch.object(Backward, "_deliver", fail) if is_odd else nullcontext():
+        with patch.object(Arrivals, "deliver", fail) if is_odd else nullcontext():
             error = outcome(lambda: model(data(2, 4, W)).backward())
         check(error, is_odd, "left", "zero_grad()")
         train(model, opt, 3, 4)

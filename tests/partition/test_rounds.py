@@ -90,7 +90,7 @@ def no_round(stage: int, neighbours: bool) -> None:
                 x = torch.ones(4, 6, requires_grad=True)
                 model.eval()
                 (grad,) = torch.autograd.grad(model.module(x).sum(), x)
-                assert grad.shape == x.shape and not opt.engine.takeover.backward.is_open
+                assert grad.shape == x.shape and not opt.engine.takeover.rounds.is_open
                 model.train()
             backward(model, step)
             each.step()

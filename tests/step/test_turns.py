@@ -137,8 +137,8 @@ ANY: dict[str, Call] = {
 UNTOUCHED = {"log", "monitor", "no_sync"}  # they look at nothing before the next step or backward
 
 IN_A_STEP = ("StepPlanner.replay", "agree", "update_chunks", "_launch", "commit")
-IN_BACKWARD = ("Backward.open_round", "Backward.take_all", "Backward._finish_round")
-IN_RELEASED = ("UpdateInBackward._prepare", "UpdateInBackward._use", "UpdateInBackward._finish_round")
+IN_BACKWARD = ("Rounds.open_round", "Rounds.take_all", "RoundGradients.show")
+IN_RELEASED = ("UpdateInBackward._prepare", "UpdateInBackward.take_sum", "UpdateInBackward.take_step")
 IN_FORWARD = ("Gatherer.use", "Gatherer.done", "Gatherer.end_pass")
 
 

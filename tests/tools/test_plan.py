@@ -100,7 +100,7 @@ def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[W
             need.bytes[each].get("device", 0) for each in ("arriving", "window", "ddp")
         )
         if way.has_module:
-            buckets = opt.engine.takeover.backward._arrivals.values()  # type: ignore[union-attr]
+            buckets = opt.engine.takeover.rounds.main._buckets.values()  # type: ignore[union-attr]
             resting = max(sum(entry.param.numel() for entry in bucket._resting) for bucket in buckets)
             assert need.bytes["arriving"]["device"] == resting * way.dtype.itemsize, str(way)
         if way.sums_rest:  # on CPUs they are made where they rest, and in no slot
