@@ -105,13 +105,11 @@ class BlockCode:
         # Kernels write neither padding nor what is not encoded, which decodes to zeros.
         message = torch.zeros(self.message_bytes, dtype=torch.uint8, device=self._device)
         if where is not None:
-            codes = message[: self._numel] if self._bits == 8 else torch.zeros_like(values, dtype=torch.uint8)
+            codes = message[: self._code_bytes(self._numel)]
             kept = () if residual is None else (residual,)
             scales = (self._scales(message, 0, self._numel), *(None for _ in kept))
             streams = Streams(values, None, (codes, *kept), scales)
             self._backend.run(self._encode, 0, streams, Tables(where, _NO_SCALARS))
-            if self._bits == 4:
-                message[: self._code_bytes(self._numel)] = packed(codes)
         return message
 
     def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int, add: bool) -> None:
@@ -122,8 +120,7 @@ class BlockCode:
         codes = message[self._code_bytes(first) : self._code_bytes(first + numel)]
         rows = torch.tensor([[target.data_ptr(), numel]], dtype=torch.int64)
         gradients = Gradients(self._one_row[: numel // BLOCK], rows, target.data_ptr() % 16 == 0)
-        states = (codes if self._bits == 8 else unpacked(codes),)
-        streams = Streams(target, None, states, (self._scales(message, first, first + numel),))
+        streams = Streams(target, None, (codes,), (self._scales(message, first, first + numel),))
         self._backend.run(self._decode, int(add), streams, Tables(gradients, _NO_SCALARS))
 
     def _scales(self, message: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -136,17 +133,3 @@ def message_bytes(numel: int, bits: int) -> int:
     """Returns the bytes of the message of a slice of whole blocks, in codes of so many bits."""
     used = numel * bits // 8 + numel // BLOCK * 4
     return -(-used // _ALIGNED) * _ALIGNED
-
-
-def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Returns codes of 4 bits, a byte each with the sign on top, as half as many bytes: an even element lies below."""
-    pairs = codes.view(torch.int16)  # two at a time: a stride of 2 would keep torch from vectors
-    pairs = ((pairs >> 4) & 0x0808) | (pairs & 0x0707)
-    return (pairs | (pairs >> 4)).to(torch.uint8)
-
-
-def unpacked(codes: torch.Tensor) -> torch.Tensor:
-    """Returns what :func:`packed` has packed."""
-    pairs = codes.to(torch.int16)
-    pairs = (pairs | (pairs << 4)) & 0x0F0F
-    return ((pairs & 0x0707) | ((pairs & 0x0808) << 4)).view(torch.uint8)

@@ -60,7 +60,7 @@ def _encode_blocks(values: torch.Tensor, format: BlockFormat) -> tuple[torch.Ten
     codes = (bits - format.offset_bits + half) >> format.shift
     codes = codes.clamp(max=format.top).view(-1)[:numel]
     if format.has_sign:
-        codes = codes + (values.view(torch.int32) < 0) * 128
+        codes = codes + (values.view(torch.int32) < 0) * (format.top + 1)
     else:
         codes = torch.where((codes == 0) & (magnitudes.view(-1)[:numel] > 0), 1, codes)
     return codes.to(torch.uint8), scales

@@ -62,10 +62,10 @@ class Format:
 
 @dataclass(frozen=True)
 class BlockFormat(Format):
-    """8-bit codes with a scale for each block; see the docstring of this file.
+    """Codes with a scale for each block; see the docstring of this file.
 
     Attributes:
-        bits: those of a code that are used. A sign is the highest bit of the byte in any case.
+        bits: of a code; a sign is the highest one. 8, or 4: two codes share a byte.
     """
 
     has_sign: bool = True

@@ -161,14 +161,16 @@ def narrow_bf16_up(x: Any, bits: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
-def decode_signed8(code: Any, scale: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+def decode_signed(code: Any, scale: Any, shift: Any, offset_bits: Any, offset: Any, width: Any) -> Any:
     bits = i32(code)
-    fraction = from_bits(add(shl(both(bits, i32(127)), i32(shift)), i32(offset_bits))) - f32(offset)
-    return from_bits(either(to_bits(fraction * scale), shl(both(bits, i32(128)), i32(24))))
+    magnitude = both(bits, i32((1 << (width - 1)) - 1))
+    fraction = from_bits(add(shl(magnitude, i32(shift)), i32(offset_bits))) - f32(offset)
+    sign = both(shl(bits, i32(32 - width)), i32(-0x80000000))
+    return from_bits(either(to_bits(fraction * scale), sign))
 
 
 @njit(**COMPILE_OPTIONS)
-def decode_unsigned8(code: Any, scale: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+def decode_unsigned(code: Any, scale: Any, shift: Any, offset_bits: Any, offset: Any, width: Any) -> Any:
     return (from_bits(add(shl(i32(code), i32(shift)), i32(offset_bits))) - f32(offset)) * scale
 
 
@@ -179,12 +181,12 @@ def _at_least_zero(x: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
-def magnitude_signed8(x: Any) -> Any:
+def magnitude_signed(x: Any) -> Any:
     return to_bits(abs(x))
 
 
 @njit(**COMPILE_OPTIONS)
-def magnitude_unsigned8(x: Any) -> Any:
+def magnitude_unsigned(x: Any) -> Any:
     # abs() last: the NaN of 0 * Inf has a sign on x86, and its bits would count as less than zero.
     return to_bits(abs(_at_least_zero(x)))
 
@@ -222,17 +224,21 @@ def _above_offset(value: Any, inverse: Any, offset_bits: Any, offset: Any) -> An
 
 
 @njit(**COMPILE_OPTIONS)
-def encode_signed8(x: Any, inverse: Any, noise: Any, least: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+def encode_signed(
+    x: Any, inverse: Any, noise: Any, least: Any, shift: Any, offset_bits: Any, offset: Any, width: Any
+) -> Any:
     bits = _above_offset(abs(x), inverse, offset_bits, offset)
-    code = smaller(shr(add(bits, shr(noise, i32(32 - shift))), i32(shift)), i32(127))
-    return u8(either(code, shl(shr(to_bits(x), i32(31)), i32(7))))
+    code = smaller(shr(add(bits, shr(noise, i32(32 - shift))), i32(shift)), i32((1 << (width - 1)) - 1))
+    return u8(either(code, shl(shr(to_bits(x), i32(31)), i32(width - 1))))
 
 
 @njit(**COMPILE_OPTIONS)
-def encode_unsigned8(x: Any, inverse: Any, noise: Any, least: Any, shift: Any, offset_bits: Any, offset: Any) -> Any:
+def encode_unsigned(
+    x: Any, inverse: Any, noise: Any, least: Any, shift: Any, offset_bits: Any, offset: Any, width: Any
+) -> Any:
     value = _at_least_zero(x)
     bits = _above_offset(value, inverse, offset_bits, offset)
-    # Only dither needs this: rounded to nearest, as in encode_signed8, the largest has the top code by itself.
-    up = larger(shr(noise, i32(32 - shift)), sub(bits, i32((255 << shift) - 2 * BELOW_TOP)))
+    # Only dither needs this: rounded to nearest, as in encode_signed, the largest has the top code by itself.
+    up = larger(shr(noise, i32(32 - shift)), sub(bits, i32((((1 << width) - 1) << shift) - 2 * BELOW_TOP)))
     code = larger(shr(add(bits, up), i32(shift)), smaller(to_bits(value), least))
-    return u8(smaller(code, i32(255)))
+    return u8(smaller(code, i32((1 << width) - 1)))

@@ -33,7 +33,7 @@ them back right after the rule's last assignment to each, and does all the stori
             for i in range(start, start + count):
                 ... loads, the rule ...
                 store_f32(exp_avg_new, i - start, state_exp_avg, 5)
-                exp_avg_largest = larger(exp_avg_largest, magnitude_signed8(state_exp_avg))
+                exp_avg_largest = larger(exp_avg_largest, magnitude_signed(state_exp_avg))
             ... the block's scale ...
             for i in range(start, start + count):
                 ... loads, the rule up to that assignment ...
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 # Of each measured value, for each block: see ``BlockSums``.
 SUMS = ("mantissa", "exponent", "largest", "nonfinite")
 _NOISE = ("key", "other_key", "first_element", "phase")
-_MEASURED = 30  # the stream of measured values on the stack; states have streams up to 28
+_MEASURED = 30  # the stream of measured values on the stack; states and their codes have streams up to 29
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def _loops(spec: Spec, number: int, states: Sequence[State]) -> list[str]:
     loads.insert(0, f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip")
     loads += [each.load for each in states]
     last = 1 + max((each.depth for each in states), default=0)
-    lines: list[str] = []
+    lines = [line for each in states if _is_read(each.value, rule) for line in each.unpack]
     for loop in range(1, last + 1):
         found = [each for each in states if each.is_block and each.depth == loop]  # in this loop
         body = [*loads, *_body(states, rule, loop), *(line for each in found for line in each.keep)]
@@ -172,7 +172,13 @@ def _loops(spec: Spec, number: int, states: Sequence[State]) -> list[str]:
         lines += [line for each in states for line in each.restart]
         lines += loop_over_runs(part.products[0], body) if part.products else _loop_over(body)
         lines += [line for each in found for line in each.scale]
-    return lines
+    return [*lines, *(line for each in states if each.is_written for line in each.pack)]
+
+
+def _is_read(value: str, rule: list[str]) -> bool:
+    """True unless the rule assigns a state before it reads it."""
+    target, _, assigned = next((line for line in rule if value in line), value).partition(" = ")
+    return target != value or value in assigned
 
 
 def _loop_over(body: list[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 A state in 8 bits cannot be stored before its block's scale is known. So a loop over the block puts its new values on
 the stack and finds the largest; the lines of ``scale`` follow; the next loop reads the values back, and
-encodes them.
+encodes them. Codes of 4 bits, of which two share a byte, are on the stack while loops go over elements, a byte each. A
+loop over pairs unpacks them before, or packs them afterwards.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .spec import Spec
 
 _PARAM, _MASTER, _FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
+_CODES = 29  # the stream of codes on the stack
 _HALF = "i32(-2147483648)"  # of 32 bits
 
 
@@ -40,6 +42,8 @@ class State:
     keep: list[str] = field(default_factory=list)  # puts a new value on the stack
     scale: list[str] = field(default_factory=list)  # between two loops
     reread: list[str] = field(default_factory=list)
+    unpack: list[str] = field(default_factory=list)  # before the loops of a pass that reads it
+    pack: list[str] = field(default_factory=list)  # after the loops of a pass that writes it
     depth: int = 0  # the loop, from 1 on, that finds its new values
 
     @property
@@ -149,14 +153,18 @@ def _noise_bits(state: State, format: Format, stream: int) -> str:
 
 def _fill_block_state(state: State, format: BlockFormat, stream: int, new_stream: int) -> None:
     # Formats that have a sign differ by these numbers alone, and so do those without one.
-    word = "signed8" if format.has_sign else "unsigned8"
-    numbers = f"{format.shift}, {format.offset_bits}, {format.offset!r}"
+    word = "signed" if format.has_sign else "unsigned"
+    numbers = f"{format.shift}, {format.offset_bits}, {format.offset!r}, {format.bits}"
     name, value = state.name, state.value
-    state.load = f"{value} = decode_{word}(load_u8({name}_at, i, {stream}), {name}_scale, {numbers})"
+    at, index, code_stream = f"{name}_at", "i", stream
+    if format.bits == 4:
+        at, index, code_stream = f"{name}_codes", "i - start", _CODES
+        _fill_packed_state(state, stream)
+    state.load = f"{value} = decode_{word}(load_u8({at}, {index}, {code_stream}), {name}_scale, {numbers})"
     state.block = [f"{name}_scale = load_f32({name}_scales_at, block, TABLE)"]
     if not (state.is_rounded or state.is_written):
         return
-    state.once = [f"{name}_new = scratch_i32({BLOCK})"]
+    state.once.append(f"{name}_new = scratch_i32({BLOCK})")
     state.block.append(f"{name}_largest = i32(0)")
     state.keep = [
         f"store_f32({name}_new, i - start, {value}, {new_stream})",
@@ -173,4 +181,22 @@ def _fill_block_state(state: State, format: BlockFormat, stream: int, new_stream
     noise = _noise_bits(state, format, stream)
     state.narrow = f"encode_{word}({value}, {name}_inverse, {noise}, {name}_least, {numbers})"
     state.widen = f"decode_{word}(kept_{name}, {name}_new_scale, {numbers})"
-    state.store = f"store_u8({name}_at, i, kept_{name}, {stream})"
+    state.store = f"store_u8({at}, {index}, kept_{name}, {code_stream})"
+
+
+def _fill_packed_state(state: State, stream: int) -> None:
+    """Adds what moves codes of 4 bits between memory and the stack: of each two the first one lies in the lower bits."""
+    name, half = state.name, BLOCK // 2
+    state.once = [f"{name}_codes = scratch_i32({BLOCK // 4})"]
+    state.unpack = [
+        f"for i in range({half}):",
+        f"    pair = i32(load_u8({name}_at, block * {half} + i, {stream}))",
+        f"    store_u16({name}_codes, i, u16(both(either(pair, shl(pair, i32(4))), i32(0x0F0F))), {_CODES})",
+    ]
+    state.pack = [
+        f"for i in range(count, {BLOCK}):",
+        f"    store_u8({name}_codes, i, u8(0), {_CODES})",
+        f"for i in range({half}):",
+        f"    pair = i32(load_u16({name}_codes, i, {_CODES}))",
+        f"    store_u8({name}_at, block * {half} + i, u8(either(pair, shr(pair, i32(4)))), {stream})",
+    ]

@@ -115,10 +115,27 @@ def narrow_up(x, bits):
 
 
 @triton.jit
-def load_codes(pointer, BLOCK: tl.constexpr):
-    """Returns the codes of a block [1, BLOCK], each in the upper byte of an int32; other codes lie below it."""
-    words = tl.load(pointer.to(tl.pointer_type(tl.int32)) + tl.arange(0, BLOCK // 4)[None, :])
-    return tl.reshape(tl.join(tl.join(words << 24, words << 8), tl.join(words << 16, words)), (1, BLOCK))
+def load_codes(pointer, block, BLOCK: tl.constexpr, NUMBERS: tl.constexpr):
+    """Returns the codes of a block [1, BLOCK], each in the upper bits of an int32; other codes lie below it."""
+    BITS: tl.constexpr = NUMBERS[6]
+    first = (pointer + block * (BLOCK * BITS // 8)).to(tl.pointer_type(tl.int32))
+    words = tl.load(first + tl.arange(0, BLOCK * BITS // 32)[None, :])
+    if BITS == 8:
+        return tl.reshape(tl.join(tl.join(words << 24, words << 8), tl.join(words << 16, words)), (1, BLOCK))
+    else:
+        even = tl.join(tl.join(words << 28, words << 12), tl.join(words << 20, words << 4))
+        odd = tl.join(tl.join(words << 24, words << 8), tl.join(words << 16, words))
+        return tl.reshape(tl.join(even, odd), (1, BLOCK))
+
+
+@triton.jit
+def store_codes(pointer, block, codes, BLOCK: tl.constexpr, NUMBERS: tl.constexpr):
+    """Stores the codes of a block [1, BLOCK], a byte each; of 4 bits two in a byte, the first in the lower bits."""
+    BITS: tl.constexpr = NUMBERS[6]
+    if BITS == 4:
+        even, odd = tl.split(tl.reshape(codes, (1, BLOCK // 2, 2)))
+        codes = even | (odd << 4)
+    tl.store(pointer + block * (BLOCK * BITS // 8) + tl.arange(0, BLOCK * BITS // 8)[None, :], codes)
 
 
 @triton.jit
@@ -127,10 +144,11 @@ def decode(codes, scale, unknown_zero, NUMBERS: tl.constexpr):
     SHIFT: tl.constexpr = NUMBERS[1]
     OFFSET_BITS: tl.constexpr = NUMBERS[2]
     OFFSET: tl.constexpr = NUMBERS[3]
-    TOP: tl.constexpr = 127 if HAS_SIGN else 255
+    BITS: tl.constexpr = NUMBERS[6]
+    TOP: tl.constexpr = (1 << (BITS - HAS_SIGN)) - 1
     # A sum that the compiler cannot know stays in a register: one instruction takes no two constants.
     offset_bits = OFFSET_BITS + unknown_zero
-    fraction = from_bits((codes >> (24 - SHIFT)) & (TOP << SHIFT) | offset_bits) - OFFSET
+    fraction = from_bits((codes >> (32 - BITS - SHIFT)) & (TOP << SHIFT) | offset_bits) - OFFSET
     value = fraction * scale
     if HAS_SIGN:
         return from_bits(bits_of(value) | (codes & -(2**31)))
@@ -150,7 +168,8 @@ def encode(x, start, end_ptr, is_whole, noise, NUMBERS: tl.constexpr, ROUNDING: 
     OFFSET: tl.constexpr = NUMBERS[3]
     TO_SCALE: tl.constexpr = NUMBERS[4]
     LARGEST_SCALE: tl.constexpr = NUMBERS[5]
-    TOP: tl.constexpr = 127 if HAS_SIGN else 255
+    BITS: tl.constexpr = NUMBERS[6]
+    TOP: tl.constexpr = (1 << (BITS - HAS_SIGN)) - 1
     if HAS_SIGN:  # noqa: SIM108  decided when it is compiled
         magnitude = bits_of(x) & 0x7FFFFFFF
     else:  # a NaN may have a sign, and must not become zero
@@ -181,7 +200,7 @@ def encode(x, start, end_ptr, is_whole, noise, NUMBERS: tl.constexpr, ROUNDING: 
     most: tl.constexpr = OFFSET_BITS + ((TOP + 1) << SHIFT) - 1
     bits = tl.minimum((bits + up).to(tl.uint32, bitcast=True), most).to(tl.int32, bitcast=True)
     if HAS_SIGN:
-        codes = shr(bits - OFFSET_BITS, SHIFT) | (shr(bits_of(x), 24) & 128)
+        codes = shr(bits - OFFSET_BITS, SHIFT) | (shr(bits_of(x), 32 - BITS) & (TOP + 1))
     else:
         bits = tl.where(magnitude > 0, tl.maximum(bits, OFFSET_BITS + (1 << SHIFT)), bits)
         codes = shr(bits - OFFSET_BITS, SHIFT)

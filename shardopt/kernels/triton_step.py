@@ -22,7 +22,7 @@ from .products import SLOWER
 from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
 from .tables import Gradients, JoinedStreams, Streams, Tables, sent_together
 from .translate import function_from_source, triton_lines
-from .triton_formats import decode, dither, draw, encode, follow, join, load_codes, narrow_up, part_master
+from .triton_formats import decode, dither, draw, encode, follow, join, load_codes, narrow_up, part_master, store_codes
 from .triton_products import product_of
 from .triton_reductions import LANES, add_to_row, row_of_block_sums, sums_of
 from .triton_streams import addresses, block_of_nothing, on, stream_at, stream_constants
@@ -69,7 +69,7 @@ def keep(
 def kept(items, scale, unknown_zero, FORMAT: tl.constexpr, NUMBERS: tl.constexpr):
     """Returns the values of a state that items and scale hold."""
     if FORMAT == "block":
-        return decode(items.to(tl.int32) << 24, scale, unknown_zero, NUMBERS)
+        return decode(items.to(tl.int32) << (32 - NUMBERS[6]), scale, unknown_zero, NUMBERS)
     else:
         return widen(items, FORMAT)
 
@@ -161,7 +161,7 @@ def step_kernel(
     unknown_zero = num_blocks >> 31
     for index in tl.static_range(len(STATES)):
         if STATES[index] == "block":
-            codes = load_codes(state_ptrs[index] + start, BLOCK)
+            codes = load_codes(state_ptrs[index], block, BLOCK, tl.constexpr(NUMBERS[index]))
             old_scale = tl.load(scale_ptrs[index] + block)
             states = states + (decode(codes, old_scale, unknown_zero, tl.constexpr(NUMBERS[index])),)  # noqa: RUF005
         else:
@@ -245,9 +245,11 @@ def step_kernel(
                 tl.constexpr(ROUNDINGS[WRITTEN[index]]),
                 WRITTEN[index],
             )
-        tl.store(state_ptrs[WRITTEN[index]] + start + places, items)
         if STATES[WRITTEN[index]] == "block":
+            store_codes(state_ptrs[WRITTEN[index]], block, items, BLOCK, tl.constexpr(NUMBERS[WRITTEN[index]]))
             tl.store(scale_ptrs[WRITTEN[index]] + block, scale)
+        else:
+            tl.store(state_ptrs[WRITTEN[index]] + start + places, items)
 
 
 def pass_text(part: Pass) -> str:

@@ -62,7 +62,7 @@ def _numbers(format: Format) -> tuple[float, ...]:
     if not isinstance(format, BlockFormat):
         return ()
     scaling = (1 / format.largest, format.largest_scale)
-    return (format.has_sign, format.shift, format.offset_bits, format.offset, *scaling)
+    return (format.has_sign, format.shift, format.offset_bits, format.offset, *scaling, format.bits)
 
 
 def _storages(spec: Spec) -> list[torch.dtype]:

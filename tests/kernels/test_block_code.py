@@ -1,4 +1,6 @@
-"""What travels in 8 or 4 bits has the same bytes from native code and from Triton."""
+"""What travels in 8 or 4 bits has the same bytes from native code and from Triton, interpreted and as compiled."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,12 +9,19 @@ import torch
 from shardopt.domain.block_code import BlockCode
 from shardopt.domain.formats import TRAFFIC_FORMATS
 from shardopt.domain.shard_tables import ShardTables
-from shardopt.kernels import native_backend, triton_backend
+from shardopt.kernels import codecs, native_backend, triton_backend
+from shardopt.kernels.tables import BLOCK
 from shardopt.partition.layout import BucketLayout
+from tests.support.ptx.driver import Driver
+from tests.support.ptx.process import Compiling
 from tests.support.training import raw
 
 CPU = torch.device("cpu")
 LAYOUT = BucketLayout((300, 1, 256, 70), 1)
+# Where a param has an element; elsewhere kernels may leave anything.
+WITHIN = torch.cat(
+    [torch.arange(first, first + numel) for first, numel in zip(LAYOUT.offsets, LAYOUT.numels, strict=False)]
+)
 
 
 def gradients(dtype: torch.dtype) -> torch.Tensor:
@@ -23,33 +32,75 @@ def gradients(dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
+def code_of(form: str, dtype: torch.dtype, to: torch.dtype, backend: Any, keeps_rest: bool = False) -> BlockCode:
+    code = BlockCode(LAYOUT.numel, dtype, to, TRAFFIC_FORMATS[form], CPU, keeps_rest)
+    code._backend = backend
+    return code
+
+
+def encoded(form: str, dtype: torch.dtype, backend: Any, rest: torch.Tensor | None = None) -> torch.Tensor:
+    values, code = gradients(dtype), code_of(form, dtype, torch.float32, backend, rest is not None)
+    return code.encode(values, ShardTables(LAYOUT.pieces(0), LAYOUT.numel, CPU).gradients_in(values), rest)
+
+
+def found_by(backend: Any, form: str, dtype: torch.dtype) -> list[bytes]:
+    """What messages hold of every element, with and without a residual, and what becomes of it."""
+    found = []
+    for rest in (None, torch.linspace(-1e-3, 1e-3, LAYOUT.numel).bfloat16()):
+        message = encoded(form, dtype, backend, rest)
+        total, arrived = torch.ones(LAYOUT.numel), torch.empty(LAYOUT.numel, dtype=dtype)
+        code_of(form, dtype, torch.float32, backend).decode_into(total, message, 0, add=True)
+        for at in range(0, LAYOUT.numel, 2 * BLOCK):
+            part = arrived[at : at + 2 * BLOCK]
+            code_of(form, dtype, dtype, backend).decode_into(part, message, at, add=False)
+        assert rest is None or (rest[LAYOUT.offsets[2] : LAYOUT.offsets[3]] == 0).all()
+        found += [raw(torch.nan_to_num(each.float()[WITHIN], nan=7.0)) for each in (total, arrived)]
+        found += [] if rest is None else [raw(rest[WITHIN])]
+        scales = message[LAYOUT.numel * TRAFFIC_FORMATS[form].bits // 8 :]
+        found.append(raw(scales))  # and what fills up the message
+    return found
+
+
 @np.errstate(all="ignore")  # the interpreter computes in NumPy
 @pytest.mark.parametrize("form", TRAFFIC_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_interpreter_has_the_bytes_of_native_code(form: str, dtype: torch.dtype) -> None:
-    values, found = gradients(dtype), []
+    assert found_by(triton_backend, form, dtype) == found_by(native_backend, form, dtype)
+
+
+class OnPtx:
+    """The backend of a GPU, whose kernels are executed as compiled and touch nothing but their streams."""
+
+    def __init__(self, driver: Driver):
+        self._driver = driver
+
+    def run(self, spec: Any, number: int, streams: Any, tables: Any) -> None:
+        there = [streams.param, *streams.states, *streams.scales]
+        self._driver.memory.allow(*(each for each in there if each is not None))
+        triton_backend.run(spec, number, streams, tables)
+
+
+def in_messages() -> None:
+    with Driver() as driver:
+        found = found_by(OnPtx(driver), "int4", torch.bfloat16)
+    assert found == found_by(native_backend, "int4", torch.bfloat16)
+
+
+def test_as_compiled(compiling: Compiling) -> None:
+    compiling(in_messages)
+
+
+def test_two_codes_of_4_bits_share_a_byte() -> None:
+    """The first lies in the lower bits, and a block takes 128 bytes wherever its param ends."""
+    format, values = TRAFFIC_FORMATS["int4"], gradients(torch.float32)
+    expected = torch.zeros(LAYOUT.numel, dtype=torch.uint8)
+    for first, numel in zip(LAYOUT.offsets, LAYOUT.numels, strict=False):
+        expected[first : first + numel], _ = codecs.encode(values[first : first + numel], format)
     for backend in (native_backend, triton_backend):
-        for keeps_rest in (False, True):
-            code = BlockCode(LAYOUT.numel, dtype, torch.float32, TRAFFIC_FORMATS[form], CPU, keeps_rest)
-            code._backend = backend
-            rest = torch.linspace(-1e-3, 1e-3, LAYOUT.numel).bfloat16() if keeps_rest else None
-            message = code.encode(values, ShardTables(LAYOUT.pieces(0), LAYOUT.numel, CPU).gradients_in(values), rest)
-            total = torch.ones(LAYOUT.numel)
-            code.decode_into(total, message, 0, add=True)
-            params = BlockCode(LAYOUT.numel, dtype, dtype, TRAFFIC_FORMATS[form], CPU)
-            params._backend = backend
-            arrived = torch.empty_like(values)
-            params.decode_into(arrived, message, 0, add=False)
-            # Where no param has an element, kernels may leave anything.
-            within = torch.cat(
-                [
-                    torch.arange(first, first + numel)
-                    for first, numel in zip(LAYOUT.offsets, LAYOUT.numels, strict=False)
-                ]
-            )
-            assert rest is None or (rest[LAYOUT.offsets[2] : LAYOUT.offsets[3]] == 0).all()
-            kept = () if rest is None else (rest[within],)
-            found.append([raw(torch.nan_to_num(each.float()[within], nan=7.0)) for each in (total, arrived)])
-            found[-1] += [raw(each) for each in kept]
-            found[-1].append(raw(message[-(LAYOUT.numel // 64) :]))  # the scales, and what fills up the message
-    assert found[0] == found[2] and found[1] == found[3]
+        with np.errstate(all="ignore"):
+            message = encoded("int4", torch.float32, backend)[: LAYOUT.numel // 2].int()
+        codes = torch.stack([message & 15, message >> 4], 1).flatten()
+        of_inf = slice(LAYOUT.offsets[2], LAYOUT.offsets[3])
+        codes[of_inf] = expected[of_inf].int()  # NaN times a scale is NaN with either sign
+        some = WITHIN if backend is triton_backend else slice(None)  # native code leaves zeros elsewhere
+        assert torch.equal(codes[some], expected[some].int())

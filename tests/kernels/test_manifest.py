@@ -40,6 +40,7 @@ EXECUTED = {
     "triton_formats.dither": STEPS,
     "triton_formats.narrow_up": STEPS,
     "triton_formats.load_codes": STEPS,
+    "triton_formats.store_codes": STEPS,
     "triton_formats.decode": STEPS,
     "triton_formats.encode": STEPS,
     "triton_reductions.load_gradients": SUMS,

@@ -103,7 +103,8 @@ def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> Non
         kept = list(zip(at[: len(own)], own, strict=True)) if part.writes_param else []
         pairs = zip(part.states, at[2:], spec.states, strict=False)
         kept += [(address, format) for name, address, format in pairs if name in part.written]
-        writes += [(at_ + first * BLOCK * each.itemsize, at_ + last * BLOCK * each.itemsize) for at_, each in kept]
+        sizes = [BLOCK * getattr(each, "bits", 8 * each.itemsize) // 8 for _, each in kept]  # of a block
+        writes += [(at_ + first * size, at_ + last * size) for (at_, _), size in zip(kept, sizes, strict=True)]
         writes += [
             (scales_at[name] + first * 4, scales_at[name] + last * 4) for name in part.written if scales_at[name]
         ]
