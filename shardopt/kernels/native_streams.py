@@ -185,7 +185,7 @@ def _fill_block_state(state: State, format: BlockFormat, stream: int, new_stream
 
 
 def _fill_packed_state(state: State, stream: int) -> None:
-    """Adds what moves codes of 4 bits between memory and the stack: of each two the first one lies in the lower bits."""
+    """Adds what moves codes of 4 bits between memory and the stack: the first of two in a byte is its lower half."""
     name, half = state.name, BLOCK // 2
     state.once = [f"{name}_codes = scratch_i32({BLOCK // 4})"]
     state.unpack = [
