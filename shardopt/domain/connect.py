@@ -50,7 +50,7 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
             is_pipeline = options.norm_group is not None
             budget = gathering_budget(tuning, transport.overlaps)
             gatherer = Gatherer(budget, outlives_backward=is_pipeline, watches_training=tuning.compare_gathered)
-            gatherer.waiting = partial(domain.clock.phase, "unshard")
+            gatherer.here.waiting = partial(domain.clock.phase, "unshard")
         else:
             gatherer = shared
         of_domain = (transport, domain.gather, domain.gather_slices, domain.fetcher, domain.name_of)

@@ -69,7 +69,7 @@ class ShardedParams:
         """
         self.gatherer, self.transport, self.leads = gatherer, transport, leads
         self._holders = holders
-        gatherer.connect(transport, holders is not None)
+        gatherer.here.connect(transport, holders is not None)
         self.where: dict[torch.nn.Parameter, GatheredBucket] = {}  # of params as the model has them
         self._places: dict[torch.nn.Parameter, tuple[Shard, int]] = {}
         self.frozen: list[Shard] = []  # of params that do not train

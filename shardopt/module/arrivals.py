@@ -210,13 +210,13 @@ def _hook(arrivals: Arrivals, is_in_order: bool, rests: bool) -> Hook:
         is_in_order: no device, which has streams.
         rests: gradients may rest; else they go to the buffer at once.
     """
-    reference = weakref.ref(arrivals)
+    reference, unsharded = weakref.ref(arrivals), UnitState.UNSHARDED
 
     def hook(param: torch.Tensor) -> None:
         me = reference()
         if me is None:
             return
-        is_here = me.unit is None or me.unit.state is UnitState.UNSHARDED
+        is_here = me.unit is None or me.unit.state is unsharded
         if not (rests and me.missing and is_here and (is_in_order or me.may_rest())):
             taker = me.taker()
             if taker is not None:

@@ -53,7 +53,7 @@ from ..tensors.unsharded_guard import keep_pattern, refused_alone
 from ..units.unit_orders import Direction
 from .hooks import KeepingHook, ModuleHook, call_while_alive, remove_all
 from .nested import tensors_within, with_own_nodes
-from .running import MODULE_FILE, Place, backward_runs, in_backward
+from .running import MODULE_FILE, backward_runs, frame_of_call, in_backward, is_left
 
 if TYPE_CHECKING:
     from ..domain.called import CalledModule
@@ -278,7 +278,7 @@ class Forward:
                 return None
             self._end_calls(at + 1)  # the model's own code caught what ended them
         call = running.pop()
-        call.place = None
+        call.frame = None
         tensors = tensors_within(output)
         if _lend_memory(call.units, tensors):
             # An output is a param or a view of one: without a copy it would be read after its memory is freed.
@@ -342,13 +342,13 @@ class Forward:
     def _end_interrupted(self) -> None:
         """Ends the calls in forward that have returned or raised, of which no hook told."""
         if self._running:
-            over = (at for at, call in enumerate(self._running) if call.place is not None and call.place.is_left)
+            over = (at for at, call in enumerate(self._running) if call.frame is not None and is_left(call.frame))
             self._end_calls(next(over, len(self._running)))
 
     def _end_calls(self, start: int) -> None:
         """Ends calls in forward without their hooks: the one with this number, from the outermost, and those in it."""
         for call in self._running[start:]:
-            call.place = None
+            call.frame = None
             for unit in call.units:
                 self._gatherer.forget_uses(unit, 1)
         del self._running[start:]
@@ -475,7 +475,7 @@ class Forward:
         self._gatherer.end_pass(completed)
         for unit in list(self._using):
             for _ in range(self._using.pop(unit)):  # taken out first: an interrupt here must not end a use twice
-                self._gatherer.done(unit, reshard=not self._gatherer.keeps_until_step(unit))
+                self._gatherer.done(unit, reshard=not unit.outlives_backward)
         self._forget_backward()
 
     def _forget_calls(self) -> None:
@@ -490,6 +490,9 @@ class Forward:
         self.backwards += 1  # so that what is left of these calls counts as another backward's
 
 
+_NO_DEVICES: frozenset[torch.device] = frozenset()
+
+
 def _devices(units: Iterable[Unit]) -> frozenset[torch.device]:
     return frozenset(each.bucket.device for unit in units for each in unit.buckets)
 
@@ -498,11 +501,11 @@ def _lend_memory(units: Iterable[Unit], tensors: Iterable[torch.Tensor]) -> bool
     """True if one of the tensors is a param of these units, or a view of one."""
     for tensor in tensors:
         own = tensor if type(tensor) is torch.Tensor else local_tensor(tensor)
-        if not torch._C._functorch.is_functorch_wrapped_tensor(own):  # in vmap() or grad() a tensor has no storage
-            storage = own.untyped_storage()._cdata
+        if not torch._C._functorch.is_functorch_wrapped_tensor(own):  # in vmap() or grad() a tensor has no memory
+            address = own.data_ptr()
             for unit in units:
                 for each in unit.buckets:
-                    if each.bucket.storage == storage:
+                    if address and 0 <= address - each.bucket.flat.data_ptr() < each.bucket.nbytes:
                         return True
     return False
 
@@ -547,15 +550,15 @@ class _ModuleCall:
         readables: the params of these that its code reads.
         versions: of these params, when the forward began to read them.
         reads: how often its code read a param that is of no module of the call's.
-        place: of the call, until the forward ends.
+        frame: of the module's call, until the forward ends.
         starts: the nodes of its inputs from before the call, with their hooks, if they have some.
         is_open: True from the first output to the last input, in a backward.
     """
 
-    __slots__ = (
-        "__weakref__", "_backward", "_began", "_ended", "_forward", "_inputs", "_left", "_own", "_task",
-        "devices", "is_open", "module", "place", "readables", "reads", "starts", "units", "versions",
-    )  # fmt: skip
+    # None of these is asked for before it is set, but in a backward that comes to a call whose forward did not end.
+    is_open, reads, _inputs = False, 0, 0
+    _backward = _task = -1  # the number of the backward that opened it; of autograd's, the one that runs it
+    _ended: float = math.inf
 
     def __init__(self, forward: Forward, module: nn.Module, own: Collection[Any]):
         """
@@ -565,16 +568,13 @@ class _ModuleCall:
         # Weak: hooks of the graph hold this call, and a loss that the user keeps must not keep the optimizer.
         self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: dict[Unit, None] = {}
-        self.devices = frozenset[torch.device]()
+        self.devices: frozenset[torch.device] = _NO_DEVICES
         self.readables: list[Readable] = []
         self.versions: list[tuple[Readable, list[int]]] = []
-        self.reads = 0
-        self.place = Place.of_hook()
+        self.frame = frame_of_call()
         self.starts: dict[Any, _NodeHook | None] = {}
-        self._inputs, self._left = 0, set[int]()  # the number of all inputs; the incomplete ones
-        self.is_open, self._backward = False, -1
-        self._task = -1  # of autograd, that runs this backward
-        self._began, self._ended = next(forward._moments), math.inf
+        self._left: set[int] = set()  # the incomplete ones of its inputs
+        self._began = next(forward._moments)
 
     def show(self, readable: Readable) -> None:
         """Lets the call's code read these params, which are gathered."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -15,28 +13,21 @@ from torch import nn
 MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
-@dataclass(slots=True)
-class Place:
-    """The frame of a module's call, on the stack of a thread.
+def frame_of_call() -> FrameType | None:
+    """Returns the frame of the module's call whose hook runs; None if torch calls the hook from elsewhere.
 
     It keeps what the call holds, its inputs among others: drop it when the call has ended.
     """
+    frame: FrameType | None = sys._getframe(3)  # below the hook
+    while frame is not None and frame.f_code.co_filename != MODULE_FILE:
+        frame = frame.f_back
+    return frame
 
-    thread: int
-    frame: FrameType
 
-    @staticmethod
-    def of_hook() -> Place | None:
-        """Returns the place of the call whose hook runs; None if torch calls the hook from elsewhere."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != MODULE_FILE:
-            frame = frame.f_back
-        return None if frame is None else Place(threading.get_ident(), frame)
-
-    @property
-    def is_left(self) -> bool:
-        """True if the call has returned or raised."""
-        return all(each is not self.frame for each in _frames_from(sys._current_frames().get(self.thread)))
+def is_left(frame: FrameType) -> bool:
+    """True if the call of this frame, of any thread, has returned or raised."""
+    stacks = sys._current_frames().values()
+    return all(each is not frame for stack in stacks for each in _frames_from(stack))
 
 
 def in_backward() -> bool:

@@ -63,7 +63,6 @@ class Bucket:
         first = params[0]
         self.memory = Memory(layout.numel, dtype or first.dtype, first.device)
         self.flat = self.memory.tensor  # 1D; padding stays zero
-        self.storage = self.flat.untyped_storage()._cdata  # the storage of ``flat``, and of all params
         self._shapes = tuple((param.size(), dense_strides(param)) for param in self.params)
         try:
             self._adopt_params(fresh, is_resharded)
@@ -102,15 +101,18 @@ class Bucket:
     def resident_bytes(self) -> int:
         return self.memory.nbytes if self.memory.is_allocated else 0
 
-    def drop(self, keeps_pages: bool = False) -> None:
+    def drop(self, keeps_pages: bool = False) -> bool:
         """Frees the memory. Params, and what autograd saved of them, stay views of the same empty storage.
 
         Args:
             keeps_pages: see :meth:`Memory.free`; ``memory`` is whose pages another bucket may take.
+
+        Returns:
+            True if pages stay.
         """
         if self._shown:
             self.guard()
-        self.memory.free(keeps_pages)
+        return self.memory.free(keeps_pages)
 
     def guard(self) -> None:
         """Guards params: a read of one is an error."""
@@ -195,7 +197,6 @@ class Bucket:
         """Moves the params to new memory, without their values. Other views keep the old memory."""
         self.memory = Memory(self.layout.numel, self.dtype, self.device)
         self.flat = self.memory.tensor
-        self.storage = self.flat.untyped_storage()._cdata
         with torch.no_grad():
             for index in self._present:
                 self._point(index, self.view(self.flat, index, self.params[index]))

@@ -96,6 +96,7 @@ class DeviceSum(Sink):
         self.part_numel, self._part = parts.shard_numel, parts.shard_slice(mesh.replicate.rank)
         self._padded = zeros(parts.numel, dtype, device)
         self.total = self._padded[:shard_numel]
+        self._target = self.total if mesh.shard.size > 1 else self._padded[self._part]
         # Hybrid sharding: the sum within one copy of the states. All of it is fp32, as the sum over copies follows.
         self._partial = zeros(parts.numel, torch.float32, device) if mesh.is_hybrid else None
 
@@ -112,7 +113,7 @@ class DeviceSum(Sink):
     def reduction(self, buffer: torch.Tensor, add: bool) -> Reduction:
         if self._partial is not None:
             return Reduction(buffer, self._partial[: self._shard_numel], add=False)
-        return Reduction(buffer, self.total if self._mesh.shard.size > 1 else self._padded[self._part], add)
+        return Reduction(buffer, self._target, add)
 
     @property
     def blank_across(self) -> Blank:
@@ -187,7 +188,8 @@ class GradientBucket:
         Args:
             arrived: params of which this rank has a gradient in it.
         """
-        plain = self.sink.reduction(buffer[: self.buffer_numel], add)
+        own = buffer if buffer.numel() == self.buffer_numel else buffer[: self.buffer_numel]
+        plain = self.sink.reduction(own, add)
         if self.code is None:
             return plain
         return CodedReduction(plain.buffer, plain.target, plain.add, self.code, arrived)

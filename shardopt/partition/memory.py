@@ -6,6 +6,7 @@ Stage 3 frees and allocates whole buckets all the time, so the first touch of ne
 
 import ctypes
 import mmap
+from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ class Memory:
         self.nbytes = numel * dtype.itemsize
         self.is_allocated = True
         self._mapping: mmap.mmap | None = None
+        self._bytes: Any = None  # of what is small, once it was freed: NumPy fills them in less time than torch
         self._is_small = device.type == "cpu" and self.nbytes < MAPPED_FROM
         if device.type != "cpu" or self._is_small or not CAN_ADVISE:
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
@@ -54,21 +56,28 @@ class Memory:
         # The tensor keeps the mapping alive.
         self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
-    def free(self, keeps_pages: bool = False) -> None:
+    def free(self, keeps_pages: bool = False) -> bool:
         """Frees the memory and loses the values. The owner must keep others from reading it: they would find zeros.
 
         Args:
-            keeps_pages: the pages stay until ``give_pages_back``, or until another memory takes them.
+            keeps_pages: pages stay until ``give_pages_back``, or until another memory takes them.
+
+        Returns:
+            True if pages stay.
         """
         self.is_allocated = False
         if self._mapping is not None:
             if not keeps_pages:
                 self.give_pages_back()
-        elif self._is_small:
+            return keeps_pages
+        if self._is_small:
             # Not freed: code that no hook knows of would read through a null pointer. NaN, all bits set, is noticed.
-            self.tensor.data.view(torch.uint8).fill_(0xFF)
+            if self._bytes is None:
+                self._bytes = self.tensor.view(torch.uint8).numpy()
+            self._bytes.fill(0xFF)
         elif self.tensor.untyped_storage().resizable():  # not resizable once a view was given to NumPy: it stays
             self.tensor.untyped_storage().resize_(0)
+        return False
 
     def give_pages_back(self) -> None:
         """Gives the pages to the system, unless the memory is allocated."""

@@ -348,10 +348,12 @@ class Reducer:
     def _start_completed(self) -> None:
         if self._left is not None:
             return
-        for number in self._round_order[self._started :]:
-            if not self._filling[number].arrived >= self._filling[number].awaited:
+        order, end = self._round_order, len(self._round_order)
+        while self._started < end:
+            filling = self._filling[order[self._started]]
+            if not filling.arrived >= filling.awaited:
                 break
-            self._start(number)
+            self._start(order[self._started])
         self._recycle(self._reduce_scatter.progress())
 
     def _start(self, number: int) -> None:
@@ -364,10 +366,10 @@ class Reducer:
         # stream of the round's first gradient. Test: test_a_sum_is_added_to_once_it_is_restored in test_rounds.py.
         if self._sums.has_streams:
             self._sums.join()
-        everything = set(range(bucket.num_params))
-        for index in everything - filling.arrived:
-            buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
-        for index in everything - filling.held if filling.held else ():
+        if len(filling.arrived) < bucket.num_params:
+            for index in set(range(bucket.num_params)) - filling.arrived:
+                buffer.memory[bucket.offsets[index] : bucket.offsets[index + 1]].zero_()
+        for index in set(range(bucket.num_params)) - filling.held if filling.held else ():
             bucket.zero(index)
         self._start_reduction(number, buffer, bool(filling.held), filling.arrived)
         filling.buffer, filling.started = None, True

@@ -20,38 +20,28 @@ one order of all units, so that gathers of ranks that overlap cannot wait for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from ..errors import CommunicationError, DisagreementError
-from ..profiler import labelled
-from .slice_writes import SliceWrites
+from ..errors import CommunicationError
+from .gathered import GatheredUnits
 from .stray_writes import StrayWrites
-from .unit import GatheredBucket, UnitState
+from .unit import GatheredBucket, Stay, UnitState
 from .unit_orders import Direction, ModelPass, UnitOrders
 
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
     from ..partition.comm.all_gather import AllGather, Window
-    from ..partition.comm.transport import Transport
-    from ..partition.memory import Memory
     from .schedule import Budget, Use
     from .unit import ParamShard, Unit
     from .unit_orders import Order
-
-# How long a gather waits for a rank that does not join it, where the user set no deadline. The process group's own
-# timeout, half an hour, is long to wait for a rank whose control flow differs. Test:
-# test_a_gather_that_a_rank_never_joins in tests/partition/test_ranks_apart.py.
-GATHER_TIMEOUT = timedelta(minutes=5)
 
 
 class Gatherer:
     """Gathers units and reshards them.
 
     Attributes:
-        writes: the order between gathers and writes of slices.
-        waits_for_others: True if a rank that gathers some unit waits until the others gather it.
+        here: the units that are gathered, or on their way.
         orders: of uses in this step, and the schedules.
     """
 
@@ -62,50 +52,45 @@ class Gatherer:
             watches_training: looks for stray writes in training too, not only in evaluation.
         """
         self.budget, self._outlives_backward = budget, outlives_backward
-        self.writes = SliceWrites()
         self._strays = StrayWrites(watches_training)
-        self.waits_for_others = False
+        self.here = GatheredUnits(self._strays)
+        self.writes = self.here.writes
         self.units: dict[str, Unit] = {}
         self.orders = UnitOrders(self.units, budget)
         self.on_past: Callable[[Sequence[str]], None] = lambda _: None  # is called with what was added to ``past``
         # Is called before a use that the schedule does not have: by hand, or in another order.
         self.on_demand: Callable[[Unit], None] = lambda _: None
-        # The context of a wait for a unit of this name.
-        self.waiting: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.on_drop: Callable[[], None] = lambda: None  # is called when no unit has a user any more
-        # In one rank's ``unsharded(alone=True)``: returns the all-gather of a unit, in which no other rank takes part.
-        self._alone: Callable[[Unit], AllGather] | None = None
-        self.is_alone = False  # True while this rank reads alone
-        self._held: frozenset[Unit] = frozenset()  # the units that were gathered when it began
+        self._held: frozenset[Unit] = frozenset()  # the units that were gathered when this rank began to read alone
         self.unsharded_contexts = 0  # contexts that are open in which all units are gathered
-        self._gathered: dict[Unit, None] = {}  # the least recently used first
         self.now: ModelPass | None = None  # the pass that runs
-        self._freed: list[Memory] = []  # by this use; the next gather takes their pages
-
-    def connect(self, transport: Transport, holds_parts: bool = False) -> None:
-        """Adds a transport by which units will be gathered.
-
-        Args:
-            holds_parts: ranks keep parts of what was gathered, so that others wait until these are there.
-        """
-        self.writes.transports.append(transport)
-        self.waits_for_others = self.waits_for_others or transport.overlaps or holds_parts
 
     def add(self, bucket: Bucket, own: ParamShard, window: Window, unit: Unit) -> GatheredBucket:
         """Adds a bucket to a unit, and frees the bucket's memory; ``own`` holds this rank's slice."""
         bucket.drop()
         unit = self.units.setdefault(unit.name, unit)
-        self._reshard(unit)  # its other buckets may still be gathered
+        self.here.drop(unit)  # its other buckets may still be gathered
         unit.buckets.append(GatheredBucket(bucket, own, window, unit))
         unit.has_code |= window.code is not None
         unit.held_at = None
+        unit.outlives_backward = self._outlives_backward and self.budget.keeps(unit.name)
         self.orders.forget_schedules()
         return unit.buckets[-1]
 
     @property
     def gathered(self) -> list[str]:
         """The names of the units that are gathered, or on their way."""
-        return sorted(unit.name for unit in self._gathered)
+        return sorted(unit.name for unit in self.here.order)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """True if a rank that gathers some unit waits until the others gather it."""
+        return self.here.waits_for_others
+
+    @property
+    def is_alone(self) -> bool:
+        """True while this rank reads alone, in ``unsharded(alone=True)``."""
+        return self.here.alone is not None
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -115,27 +100,27 @@ class Gatherer:
         It stays, and its params may be shown, until ``done`` was called as often. After an error in ``use``, do not
         call ``done``.
         """
-        self._advance_to(unit)
         now = self.now
-        evaluates = now is not None and now.direction is Direction.EVALUATION
-        self._gather_now(unit, now is not None and now.is_traced, evaluates)
-        if self._freed:
-            self._give_pages_back()
+        if not self._advance_to(unit):
+            self.here.start(unit, now is not None and now.is_traced, self.direction is Direction.EVALUATION)
+        self._arrive(unit)
+        if self.here.freed:
+            self.here.give_pages_back()
 
     def need(self, unit: Unit) -> None:
         """Gathers a unit like ``use``, outside of the order of uses that ranks compare, and shows all of it, exact."""
-        self._gather_now(unit, may_be_coded=False)
+        self.here.start(unit)
+        self._arrive(unit)
         self.show(unit)
 
-    def _gather_now(self, unit: Unit, may_be_coded: bool, evaluates: bool = False) -> None:
-        if self._alone is None and self.writes.written:
+    def _arrive(self, unit: Unit) -> None:
+        """Waits for a unit that is on its way, which has a user more then."""
+        if self.writes.written and self.here.alone is None:
             self.writes.after_writes()
-        if unit.state is UnitState.SHARDED or self._outlives_backward or unit.is_coded:
-            self._unshard(unit, may_be_coded, evaluates)
-        else:
-            self._gathered[unit] = self._gathered.pop(unit)  # now the most recently used
         if unit.state is not UnitState.UNSHARDED:
-            self._wait_for_unshard(unit)
+            self.here.wait(unit)
+            if self.now is not None and self.now.is_watched:
+                self._strays.watch(unit)
         unit.users += 1  # last: after an error the unit has no user
 
     def show(self, unit: Unit) -> None:
@@ -164,17 +149,16 @@ class Gatherer:
         """
         unit.users -= 1
         assert unit.users >= 0
-        if unit.users or unit.stays_shown:
+        if unit.is_needed:
             return
         if reshard:
-            self._reshard(unit)
+            self.here.drop(unit)
             return
         now = self.now
         if now is None or not now.order or now.order[-1] != unit.name:
             # A use that ends after those of other units counts again: the schedule holds the unit.
             self._advance_to(unit)
-            if self._freed:
-                self._give_pages_back()
+            self.here.give_pages_back()
         # The unit may be resharded at any time. A param that is read then holds anything; a write to it is lost.
         for each in unit.buckets:
             each.bucket.guard()
@@ -197,27 +181,28 @@ class Gatherer:
 
     def keep_shown(self, unit: Unit) -> None:
         """Ends a use, but lets params be read as after :meth:`use_until_step`."""
-        unit.stays_shown = True
+        unit.stays = Stay.SHOWN
         unit.users -= 1
 
     def unshard(self, unit: Unit) -> None:
         """Starts to gather a unit, which stays until ``reshard`` or the next step."""
         self.on_demand(unit)
         self.writes.after_writes()
-        self._unshard(unit)
-        unit.is_pinned = True
+        self.here.start(unit)
+        if unit.stays is Stay.NO:
+            unit.stays = Stay.GATHERED
 
     def reshard(self, unit: Unit) -> None:
         """Reshards a unit that no call uses. If a call uses it, it is resharded after the call, as by default."""
-        unit.stays_shown = unit.is_pinned = False
+        unit.stays = Stay.NO
         if not unit.users:
-            self._reshard(unit)
+            self.here.drop(unit)
 
     def join(self, unit: Unit, evaluates: bool) -> None:
         """Takes part in a gather of other ranks that this rank's schedule does not have."""
-        self._reshard(unit)
-        self._unshard(unit, evaluates=evaluates)
-        self._reshard(unit)
+        self.here.drop(unit)
+        self.here.start(unit, evaluates=evaluates)
+        self.here.drop(unit)
 
     def done_but_viewed(self, unit: Unit) -> None:
         """Like ``done``, but leaves buffers to tensors that still view them; the next gather allocates new ones."""
@@ -227,138 +212,15 @@ class Gatherer:
                 each.lies_in(each.bucket.flat)
         self.done(unit, reshard=True)
 
-    def _unshard(self, unit: Unit, may_be_coded: bool = False, evaluates: bool = False) -> None:
-        """Starts to gather a unit.
-
-        Args:
-            may_be_coded: True in what trains. What is evaluated, read, saved or written back is exact.
-            evaluates: True in a forward that no backward follows.
-        """
-        self._gathered[unit] = self._gathered.pop(unit, None)  # now the most recently used
-        if self._outlives_backward:
-            unit.is_pinned |= self.keeps_until_step(unit)
-        is_sharded = unit.state is UnitState.SHARDED
-        if not is_sharded:
-            if may_be_coded or not unit.is_coded:
-                return
-            self._wait_for_unshard(unit)  # and then the exact values follow, into the same memory
-        trains, holders = may_be_coded and self._alone is None, unit.holders
-        is_coded, is_held, keeps_at = trains and unit.has_code, False, None
-        if holders is not None and trains:
-            now = self.writes.count[unit.transport]
-            is_held = unit.held_at == now
-            keeps_at = None if is_held else now
-        phase = f"gathering {unit.display_name}"
-        if evaluates not in unit.all_gathers:
-            unit.all_gathers[evaluates] = unit.transport.all_gather(phase, GATHER_TIMEOUT, evaluates)
-        if is_held and holders is not None:
-            gathering = holders.all_gather(phase, GATHER_TIMEOUT)
-        else:
-            gathering = unit.all_gathers[evaluates] if self._alone is None else self._alone(unit)
-        try:
-            for each in unit.buckets:
-                if is_sharded:
-                    memory = each.bucket.memory
-                    memory.allocate(self._pages_for(memory) if self._freed else None)
-                if is_held:
-                    each.put_part()
-                    continue
-                each.param_shard.read(each.own)
-                if is_coded:
-                    each.encode()
-        except BaseException:  # the slice is read from a disk
-            if is_sharded:
-                for each in unit.buckets:
-                    each.bucket.drop()
-                self._gathered.pop(unit)
-            raise
-        # Set before the gather starts: after an error in the middle, memory is freed only once what was started has
-        # arrived.
-        unit.gathering, unit.state, unit.is_coded = gathering, UnitState.UNSHARDING, is_coded
-        unit.keeps_at = keeps_at
-        windows = [each.parts or each.messages or each.window for each in unit.buckets]
-        unit.transport.traffic.params += labelled("gather", unit.display_name, gathering.start_all, windows)
-
-    def _wait_for_unshard(self, unit: Unit) -> None:
-        if unit.state is not UnitState.UNSHARDING:
-            return
-        assert unit.gathering is not None
-        try:
-            if unit.gathering.ends:  # none on one rank
-                with self.waiting(unit.display_name):
-                    unit.gathering.finish()
-            if unit.keeps_at is not None:
-                for each in unit.buckets:
-                    each.keep_part()
-                unit.held_at, unit.keeps_at = unit.keeps_at, None
-            if unit.is_coded or unit.holders is not None:
-                for each in unit.buckets:
-                    each.decode()
-        except BaseException as error:
-            # The memory is not freed: what other ranks have sent may still arrive there. Unless ranks ran apart.
-            unit.gathering, unit.state = None, UnitState.SHARDED
-            self._gathered.pop(unit)
-            for each in unit.buckets:
-                each.messages = each.parts = None
-                if isinstance(error, DisagreementError):
-                    each.bucket.drop()
-            if isinstance(error, CommunicationError) and self.waits_for_others and not self.is_alone:
-                raise CommunicationError(
-                    "run as many forwards and backwards on every rank, and what ranks do on their own (generate(), an "
-                    "evaluation of other lengths) in `with optimizer.unsharded():`, or what one of them does (`if rank "
-                    f"== 0:`) in `with optimizer.unsharded(alone=True):`. {error}"
-                ) from error
-            raise
-        unit.gathering, unit.state = None, UnitState.UNSHARDED
-        if self.now is not None and self.now.is_watched:
-            self._strays.watch(unit)
-
-    def _pages_for(self, memory: Memory) -> Memory:
-        """Takes what was freed for this use: the memory's own pages, or if possible those of one of its size."""
-        if memory in self._freed:  # if it stayed in the list, another bucket would take pages that are in use
-            self._freed.remove(memory)
-            return memory
-        for at, each in enumerate(self._freed):
-            if each.nbytes == memory.nbytes:
-                return self._freed.pop(at)
-        return self._freed.pop(0)
-
-    def _give_pages_back(self) -> None:
-        for each in self._freed:
-            each.give_pages_back()
-        self._freed.clear()
-
-    def _reshard(self, unit: Unit, keeps_pages: bool = False) -> None:
-        if unit.state is UnitState.UNSHARDING:  # other ranks, or the backend, may write to the memory until then
-            self._wait_for_unshard(unit)
-        if unit.state is UnitState.SHARDED:
-            return
-        if unit in self._strays.watched:
-            self._strays.look(unit)
-            self._strays.forget(unit)
-        unit.state = UnitState.SHARDED
-        self._gathered.pop(unit)
-        for each in unit.buckets:
-            each.bucket.drop(keeps_pages)
-            if keeps_pages:
-                self._freed.append(each.bucket.memory)
-
-    def _reshard_all_but(self, names: Iterable[str], keeps_pages: bool = False) -> None:
-        """Reshards the units that are not in use, but for those of these names."""
-        stays = frozenset(names)
-        for unit in tuple(self._gathered):
-            # As ``may_go``, which is asked of each unit at each use.
-            if unit.name not in stays and not (unit.users or unit.stays_shown or unit.is_pinned):
-                self._reshard(unit, keeps_pages)
-
     def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:
         """Reshards units that are not in use, the least recently used first, until ``more`` fits into the budget."""
-        for unit in list(self._gathered):
-            here = [*self._gathered, *(() if more is None or more in self._gathered else (more,))]
+        order = self.here.order
+        for unit in list(order):
+            here = [*order, *(() if more is None or more in order else (more,))]
             if self.budget.allows(len(here), sum(each.nbytes for each in here)):
                 return
             if unit.may_go and unit is not more and not spared(unit):
-                self._reshard(unit, keeps_pages=more is not None)
+                self.here.drop(unit, keeps_pages=more is not None)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -388,35 +250,41 @@ class Gatherer:
         """The kind of the pass that runs now; None between passes."""
         return None if self.now is None else self.now.direction
 
-    def _advance_to(self, unit: Unit) -> None:
-        """Goes on to the next use: reshards, joins gathers and starts others as the schedule says."""
+    def _advance_to(self, unit: Unit) -> bool:
+        """Goes on to the next use: reshards, joins gathers and starts others as the schedule says.
+
+        Returns:
+            True if the schedule has the use, so that the unit is on its way.
+        """
         now = self.now
         if now is not None and now.order and now.order[-1] == unit.name:
-            return  # the same use goes on
+            return False  # the same use goes on
         at = None
         if now is not None:
             now.order.append(unit.name)
             if unit.name in now.joined:
                 now.joined.remove(unit.name)
-            at = now.find(unit)
+            is_next = now.at < len(now.uses) and now.uses[now.at].unit == unit.name  # nearly always
+            at = now.at if is_next else now.find(unit)
             if at is None and any(use.unit == unit.name for use in now.uses):
                 now.departed = True
             elif at is None and now.is_traced:
                 self.orders.note_use(unit, now.direction)
-        if self.is_alone:
+        if self.here.alone is not None:
             self._reshard_over_budget(unit, lambda each: each in self._held or self._stays_for_now(each))
-            return
+            return False
         if now is None or at is None:
             self.on_demand(unit)
             self._reshard_over_budget(unit, self._stays_for_now)
-            return
-        if self.waits_for_others:
+            return False
+        if self.here.waits_for_others:
             if now.at:  # before this rank gathers for the next use, which waits for ranks that wait for sums
                 self._mark_past(now, now.uses[now.at - 1].reshard)
             self._release_joined(now, now.uses[at], least=0)
             self._join(now, at)
         self._run(now, now.uses[at])
         now.at = at + 1
+        return True
 
     def _join(self, now: ModelPass, until: int) -> None:
         """Issues the gathers of uses that this rank omits, because other ranks need the units."""
@@ -457,17 +325,10 @@ class Gatherer:
 
     def _run(self, now: ModelPass, use: Use) -> None:
         """Issues the gathers of a use, and reshards what it does not list."""
-        self._reshard_all_but((*use.here, *now.joined), keeps_pages=True)
-        for name in (use.unit, *use.ahead):
-            unit = self.units[name]
-            if unit.state is UnitState.SHARDED or self._outlives_backward or unit.is_coded:
-                self._unshard(unit, now.is_traced)
-            else:
-                self._gathered[unit] = self._gathered.pop(unit)  # now the most recently used
-
-    def keeps_until_step(self, unit: Unit) -> bool:
-        """True if a unit, once it is gathered, stays until the step."""
-        return self._outlives_backward and self.budget.keeps(unit.name)
+        self.here.drop_all_but(use.stays.union(now.joined) if now.joined else use.stays, keeps_pages=True)
+        self.here.start(self.units[use.unit], now.is_traced)
+        for name in use.ahead:
+            self.here.start(self.units[name], now.is_traced)
 
     def _stays_for_now(self, unit: Unit) -> bool:
         """True if a unit stays in this pass above the budget although the schedule does not say so."""
@@ -496,26 +357,26 @@ class Gatherer:
         if now is None:
             return
         if self.is_alone:
-            self._reshard_all_but(unit.name for unit in self._held)
+            self.here.drop_all_but({unit.name for unit in self._held})
             return
         if not completed:
             self._strays.forget_all()
-            if self._outlives_backward:  # ranks may have come to different units before the error
-                for unit in self._gathered:
-                    unit.is_pinned = False
+            for unit in self.here.order if self._outlives_backward else ():
+                if unit.stays is Stay.GATHERED:  # ranks may have come to different units before the error
+                    unit.stays = Stay.NO
             with suppress(CommunicationError):  # the error that ended the pass says more
-                self._reshard_all_but(())
+                self.here.drop_all_but(())
             return
         if self.waits_for_others:
             self._join(now, len(now.uses))
         if now.direction is Direction.FORWARD and now.uses:
-            self._reshard_all_but(self.orders.schedule_of(now.called).kept)
+            self.here.drop_all_but(self.orders.schedule_of(now.called).kept)
         elif now.direction is not Direction.BACKWARD and not self.waits_for_others:
             self._reshard_over_budget(
                 None, lambda unit: now.direction is Direction.FORWARD and self.budget.keeps(unit.name)
             )
         else:  # ranks go on from the same state, whatever each of them did
-            self._reshard_all_but(())
+            self.here.drop_all_but(())
         self.orders.note_pass(now)
         if now.is_watched:
             self._strays.look_at_all()
@@ -538,15 +399,13 @@ class Gatherer:
         Args:
             gathering_of: returns an all-gather of a unit in which no other rank takes part.
         """
-        self._alone, self.is_alone, self._held = gathering_of, True, frozenset(self._gathered)
+        self.here.alone, self._held = gathering_of, frozenset(self.here.order)
         try:
             yield
         finally:
-            for unit in list(self._gathered):
-                if unit not in self._held:
-                    unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
-                    self._reshard(unit)
-            self.now, self._alone, self.is_alone, self._held = None, None, False, frozenset()
+            for unit in [each for each in self.here.order if each not in self._held]:
+                self.here.free(unit)
+            self.now, self.here.alone, self._held = None, None, frozenset()
 
     # -- writes of slices ------------------------------------------------------------------------------------------
 
@@ -557,9 +416,8 @@ class Gatherer:
         self.writes.count.update(self.writes.transports)
         self.orders.forget()
         self.on_drop()
-        for unit in list(self._gathered):
-            unit.users, unit.stays_shown, unit.is_pinned = 0, False, False
-            self._reshard(unit)
+        for unit in list(self.here.order):
+            self.here.free(unit)
 
     def write_back(self, unit: Unit) -> None:
         """Collective: writes this rank's slices of a unit whose whole params were written on every rank."""
@@ -587,5 +445,5 @@ class Gatherer:
     def give_up(self, units: Iterable[Unit]) -> None:
         """Forgets units whose params are whole from now on."""
         for each in units:
-            self._gathered.pop(each, None)
+            self.here.order.pop(each, None)
             del self.units[each.name]

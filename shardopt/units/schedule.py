@@ -70,6 +70,11 @@ class Use:
         """The units that are gathered, or on their way, during this use."""
         return self.unit, *self.held, *self.ahead
 
+    @cached_property
+    def stays(self) -> frozenset[str]:
+        """What is not resharded as the use begins."""
+        return frozenset(self.here)
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -60,6 +60,19 @@ class UnitState(Enum):
     """Buckets hold whole values. Params may be read while the unit has users; else the guard sees a read."""
 
 
+class Stay(Enum):
+    """How a unit that no call uses stays until it is resharded by hand, or the next step."""
+
+    NO = "no"
+    """It may be resharded at any time."""
+
+    GATHERED = "gathered"
+    """The guard sees a read of its params."""
+
+    SHOWN = "shown"
+    """Its params may be read without a call."""
+
+
 @dataclass(eq=False)
 class GatheredBucket:
     """A bucket of a unit, and this rank's slice of it.
@@ -123,8 +136,8 @@ class Unit:
             rank reads another's memory.
         is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.
         users: calls that run now and need it.
-        stays_shown: True if its params may be read without a call, until it is resharded by hand or the next step.
-        is_pinned: True if it stays gathered that long.
+        stays: what becomes of it without users.
+        outlives_backward: it stays gathered until the step, for backwards of other micro-batches follow.
         called: the name of the module that a script calls, with this unit in it. Each has passes of its own.
         all_gathers: that gather it, by whether it is to evaluate; made for the first time.
         gathering: the all-gather that was started and not waited for.
@@ -142,8 +155,8 @@ class Unit:
     buckets: list[GatheredBucket] = field(default_factory=list)
     state: UnitState = UnitState.SHARDED
     users: int = 0
-    stays_shown: bool = False
-    is_pinned: bool = False
+    stays: Stay = Stay.NO
+    outlives_backward: bool = False
     called: str = ""
     all_gathers: dict[bool, AllGather] = field(default_factory=dict)
     gathering: AllGather | None = None
@@ -158,6 +171,11 @@ class Unit:
         """The name for messages and profilers."""
         return self.name or "the params of the model itself"
 
+    @cached_property
+    def phase(self) -> str:
+        """What a rank does that gathers it."""
+        return f"gathering {self.display_name}"
+
     @property
     def nbytes(self) -> int:
         return sum(each.bucket.nbytes for each in self.buckets)
@@ -165,12 +183,12 @@ class Unit:
     @property
     def is_needed(self) -> bool:
         """True if its params may be read: it must not be resharded."""
-        return bool(self.users) or self.stays_shown
+        return self.users > 0 or self.stays is Stay.SHOWN
 
     @property
     def may_go(self) -> bool:
         """True if it may be resharded."""
-        return not (self.users or self.stays_shown or self.is_pinned)
+        return not self.users and self.stays is Stay.NO
 
     @property
     def is_here(self) -> bool:

@@ -50,10 +50,7 @@ class ModelPass:
 
     def find(self, unit: Unit) -> int | None:
         """Returns the position of this unit's next use; None if the schedule has none."""
-        for at, use in enumerate(self.uses[self.at :], self.at):  # nearly always the first
-            if use.unit == unit.name:
-                return at
-        return None
+        return next((at for at in range(self.at, len(self.uses)) if self.uses[at].unit == unit.name), None)
 
 
 class UnitOrders:

@@ -18,11 +18,11 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from shardopt import ShardedAdamW, Tuning
 from shardopt.remote import peers
-from shardopt.units import gatherer
+from shardopt.units import gathered
 
 rank, folder, waits = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 peers.SILENCE = peers.LINGER = 36000.0
-gatherer.GATHER_TIMEOUT = timedelta(hours=10)
+gathered.GATHER_TIMEOUT = timedelta(hours=10)
 store = dist.FileStore(folder + "/store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(hours=10))
 

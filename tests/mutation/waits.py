@@ -31,9 +31,10 @@ MODULES = (
         f"partition.comm.{name}"
         for name in ("all_gather", "async_gather", "reduce_scatter_collective", "transport", "group")
     ),
-    *(f"offload.{name}" for name in ("streams", "ring", "cpu_step", "gradients", "host")),
+    *(f"offload.{name}" for name in ("streams", "ring", "cpu_step", "gradients", "host", "near")),
     *(
         "units.gatherer",
+        "units.gathered",
         "domain.overlapped_gather",
         "module.overlap_hooks",
         "domain.host_sum",
@@ -67,7 +68,6 @@ _CALLS = {
         "end",
         "wait_for",
         "_wait",
-        "_wait_for_unshard",
         "_wait_for_copies",
         "_drop_staged",
         "wait_if_alive",
@@ -212,6 +212,7 @@ def found_by(site: Site, among: Sequence[Scenario]) -> tuple[Scenario, str] | No
 _USE = {
     "ring": ("ring",),
     "offload.host": ("ring",),
+    "offload.near": ("ring", "CPU step"),
     "cpu_step": ("CPU step",),
     "offload.streams": ("ring", "CPU step"),
     "offload.gradients": ("at rest",),

@@ -3,6 +3,10 @@
 _FAILS = "it matters only after a step or a backward that failed half-way, and no scenario has one"
 _ROUND_ENDED = "the end of the round has waited for the same copies; it matters only after a round that was abandoned"
 _GUARDED = "the guard of the param that is read waits as well; it matters to code that Python hears nothing of"
+_NEAR = (
+    "no scenario keeps states of some shards on the device beside offloaded ones (`Offload(fraction=)`) with gradients "
+    "at rest"
+)
 _NO_LOAD = "no scenario loads states, or gives them up, while copies of a step are under way"
 
 _REASONS = {
@@ -23,8 +27,8 @@ _REASONS = {
     "partition.comm.async_gather": {
         ("AsyncGather.finish", "self._ranks.wait(self._status_messages)"): "for messages: no stream carries them",
     },
-    "units.gatherer": {
-        ("Gatherer._unshard", "self._wait_for_unshard(unit)"): "no scenario quantizes params at stage 3",
+    "units.gathered": {
+        ("GatheredUnits.start", "self.wait(unit)"): "no scenario quantizes params at stage 3",
     },
     "partition.comm.reduce_scatter_collective": {
         (
@@ -78,6 +82,12 @@ _REASONS = {
         ("HostStorage.write", "self._store.wait_for_copies()"): _NO_LOAD,
         ("HostStorage.renew", "self._store.wait_for_copies()"): _NO_LOAD,
         ("HostStorage.release", "self._store.wait_for_copies()"): _NO_LOAD,
+    },
+    "offload.near": {
+        ("NearStore.fetch", "self._streams.to_device(..., after self._streams.now())"): _NEAR,
+        ("NearStore.fetch", "self._read = self._streams.to_device(copies, self._streams.now())"): _NEAR,
+        ("NearStore.fetch", "self._streams.wait(self._read)"): _NEAR,
+        ("NearStore.flush", "self._streams.synchronize(self._read)"): _NEAR,
     },
     "domain.host_sum": {("HostSum.abandon", "self._landing.wait_for_copies()"): _FAILS},
     "module.rounds": {

@@ -171,7 +171,7 @@ def one_rank_alone(timeout: float | None) -> None:
         try:
             for unit in opt.engine.domain.gatherer.units.values():
                 unit.all_gathers.clear()  # they are made anew, with this deadline
-            with torch.no_grad(), patch("shardopt.units.gatherer.GATHER_TIMEOUT", timedelta(seconds=2)):
+            with torch.no_grad(), patch("shardopt.units.gathered.GATHER_TIMEOUT", timedelta(seconds=2)):
                 model(data(0, 4, W), (0, 1))
         except CommunicationError as error:
             assert all(words in str(error) for words in ("gathering first", "rank 1", "optimizer.unsharded()")), error

@@ -97,7 +97,7 @@ def test_states_of_a_unit(row: tuple[str, str, str]) -> None:
     opt.bind()
     gatherer: Gatherer = opt.engine.domain.gatherer
     (unit,) = gatherer.units.values()
-    events = {"unshard": gatherer._unshard, "wait": gatherer._wait_for_unshard, "reshard": gatherer._reshard}
+    events = {"unshard": gatherer.here.start, "wait": gatherer.here.wait, "reshard": gatherer.here.drop}
     for each in {UnitState.SHARDED: (), UnitState.UNSHARDING: ("unshard",), UnitState.UNSHARDED: ("unshard", "wait")}[
         start
     ]:
@@ -107,7 +107,7 @@ def test_states_of_a_unit(row: tuple[str, str, str]) -> None:
     assert unit.state is end
     assert (unit.gathering is not None) == (end is UnitState.UNSHARDING)
     resident = sum(each.bucket.resident_bytes for each in unit.buckets)
-    assert resident == (0 if end is UnitState.SHARDED else unit.nbytes) and (unit in gatherer._gathered) == bool(
+    assert resident == (0 if end is UnitState.SHARDED else unit.nbytes) and (unit in gatherer.here.order) == bool(
         resident
     )
     if end is UnitState.UNSHARDED:

@@ -27,10 +27,11 @@ class Gathered:
     def watching(self) -> Iterator[None]:
         free, allocate, give_back = Memory.free, Memory.allocate, Memory.give_pages_back
 
-        def frees(memory: Memory, keeps_pages: bool = False) -> None:
-            free(memory, keeps_pages)
-            if keeps_pages:
+        def frees(memory: Memory, keeps_pages: bool = False) -> bool:
+            stays = free(memory, keeps_pages)
+            if stays:
                 self._emptied.add(memory)
+            return stays
 
         def gives_back(memory: Memory) -> None:
             give_back(memory)

@@ -334,9 +334,10 @@ def train_step(model: nn.Module, opt: ShardedOptimizer, step: int) -> None:
 def poisoned() -> Iterator[None]:
     """Memory that was given back stays, full of NaN."""
 
-    def free(memory: Memory, keeps_pages: bool = False) -> None:
+    def free(memory: Memory, keeps_pages: bool = False) -> bool:
         memory.is_allocated = False
         memory.tensor.data.fill_(math.nan)
+        return False
 
     def allocate(memory: Memory, freed: Memory | None = None) -> None:
         memory.is_allocated = True

@@ -12,7 +12,7 @@ The buffer of a reduction that was handed to ``start`` belongs to the mechanism,
 ``progress``, ``drain`` or ``finish`` returns the reduction.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -224,13 +224,16 @@ def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: floa
         factor: a power of two.
     """
     # If dtypes differ, torch's CPU kernels first widen all elements in memory; a GPU's do it in registers.
-    for part in chunks(target.shape[0]) if target.device.type == "cpu" else [slice(None)]:
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(target, term)]
+    if target.device.type == "cpu" and target.shape[0] > CHUNK:
+        parts = zip(target.split(CHUNK), term.split(CHUNK), strict=True)
+    for into, part in parts:
         if add:
-            target[part].add_(term[part], alpha=factor)
+            into.add_(part, alpha=factor)
         else:
-            target[part].copy_(term[part])
+            into.copy_(part)
             if factor != 1.0:
-                target[part].mul_(factor)
+                into.mul_(factor)
 
 
 def sum_into(target: torch.Tensor, terms: Iterator[torch.Tensor], add: bool) -> None:

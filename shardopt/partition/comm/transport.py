@@ -294,6 +294,8 @@ class Gather:
             return
         if self._all_gather.reads_memory:
             barrier(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
+            if not self._all_gather.ends:  # on no rank: nothing is read before a module needs it, as at stage 3
+                return
         phase = f"{self._phase} (waiting for every rank's copy)"
         # A rank that wrote or freed its params before all have read them would give them other values. All must know
         # as well if one could not read.
