@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError, DisagreementError
 from ..profiler import labelled
-from .slice_writes import SliceWrites
 from .unit import Stay, UnitState
 
 if TYPE_CHECKING:
     from ..partition.comm.all_gather import AllGather
     from ..partition.comm.transport import Transport
     from ..partition.memory import Memory
+    from .slice_writes import SliceWrites
     from .stray_writes import StrayWrites
     from .unit import Unit
 
@@ -46,9 +46,9 @@ class GatheredUnits:
         freed: memory whose pages are kept, by this use; the next gather takes them.
     """
 
-    def __init__(self, strays: StrayWrites):
+    def __init__(self, writes: SliceWrites, strays: StrayWrites):
         self.order: dict[Unit, None] = {}
-        self.writes, self.strays, self.waits_for_others = SliceWrites(), strays, False
+        self.writes, self.strays, self.waits_for_others = writes, strays, False
         self.alone: Callable[[Unit], AllGather] | None = None
         self.waiting: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
         self.freed: list[Memory] = []

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError
 from .gathered import GatheredUnits
+from .slice_writes import SliceWrites
 from .stray_writes import StrayWrites
 from .unit import GatheredBucket, Stay, UnitState
 from .unit_orders import Direction, ModelPass, UnitOrders
@@ -42,6 +43,7 @@ class Gatherer:
 
     Attributes:
         here: the units that are gathered, or on their way.
+        writes: the order between gathers and writes of slices.
         orders: of uses in this step, and the schedules.
     """
 
@@ -52,9 +54,8 @@ class Gatherer:
             watches_training: looks for stray writes in training too, not only in evaluation.
         """
         self.budget, self._outlives_backward = budget, outlives_backward
-        self._strays = StrayWrites(watches_training)
-        self.here = GatheredUnits(self._strays)
-        self.writes = self.here.writes
+        self.writes, self._strays = SliceWrites(), StrayWrites(watches_training)
+        self.here = GatheredUnits(self.writes, self._strays)
         self.units: dict[str, Unit] = {}
         self.orders = UnitOrders(self.units, budget)
         self.on_past: Callable[[Sequence[str]], None] = lambda _: None  # is called with what was added to ``past``
