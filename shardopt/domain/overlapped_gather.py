@@ -16,6 +16,8 @@ from functools import partial
 from multiprocessing import util
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class OverlappedGather:
         with self._lock:
             for bucket in buckets:
                 if bucket in self._left:
-                    with self._clock.phase("gather"), self._recording_errors():
+                    with self._clock.phase("gather"), self._recording_errors(), torch._C._DisableFuncTorch():
                         self._gather.wait(self._left[bucket].window)
                     del self._left[bucket]
                     bucket.end_arriving()
@@ -79,7 +81,7 @@ class OverlappedGather:
             if self.is_over:
                 return
             self.wait_for(tuple(self._left))
-            with self._recording_errors():
+            with self._recording_errors(), torch._C._DisableFuncTorch():
                 self._gather.finish()
             self.is_over, self.is_in_forward = True, False
             self.on_end()

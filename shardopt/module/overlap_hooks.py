@@ -3,7 +3,8 @@
 They are on modules only while params arrive: from the end of a step to the end of the next forward. A module waits for
 the buckets of the params that its code may read: a block for all of its params, any other module for its own. If code
 reads another param, the guard of that param waits. A forward without gradients waits for all params at its beginning
-(``nn.TransformerEncoderLayer`` takes other kernels for params that are guarded), and so does the end of every forward.
+(``nn.TransformerEncoderLayer`` takes other kernels for params that are guarded), and so does one in a transform of
+``torch.func``, whose wrappers hide params from their guards, and the end of every forward.
 
 Once torch.compile has compiled anything, every step waits for its gather: no guard notices what compiled code reads,
 and torch compiles again for params of another class.
@@ -67,7 +68,7 @@ class OverlapHooks:
         """The forward of the whole module begins."""
         if self._gather is None:
             return
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not _is_transformed():
             self._gather.is_in_forward = True
             self._gather.wait_for(self._needs.get(self._root, ()))
         else:
@@ -77,7 +78,7 @@ class OverlapHooks:
         """The forward of a module inside begins."""
         if self._gather is None:
             return
-        if self._gather.is_in_forward:
+        if self._gather.is_in_forward and not _is_transformed():
             self._gather.wait_for(self._needs.get(module, ()))  # a shallow copy of a module has its hooks
         else:
             self._gather.finish()
@@ -93,6 +94,11 @@ class OverlapHooks:
     def _remove(self) -> None:
         remove_all(self._handles)
         self._gather = None
+
+
+def _is_transformed() -> bool:
+    """True within a transform of ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _has_compiled() -> bool:

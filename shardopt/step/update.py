@@ -146,8 +146,12 @@ def _written(shard: Shard, chunk: Chunk, launches: list[Launch]) -> tuple[slice,
 
 def launches_by_shard(plan: StepPlan) -> dict[Shard, list[Launch]]:
     """Returns the launches of all shards, in the order in which shards are updated."""
-    # Backward order reversed: the first layers' params, which the next forward needs first, arrive first.
-    found: dict[Shard, list[Launch]] = {shard: [] for shard in reversed(plan.domain.shards)}
+    # Backward order reversed: the first layers' params, which the next forward needs first, arrive first. But the wire
+    # idles while the first of all is updated, and an embedding takes long: the bucket beside it goes ahead.
+    order = plan.domain.shards[::-1]
+    if len(order) > 1 and order[0].numel > order[1].numel:
+        order[:2] = order[1], order[0]
+    found: dict[Shard, list[Launch]] = {shard: [] for shard in order}
     for launch in plan.launches:
         found[launch.shard].append(launch)
     return found

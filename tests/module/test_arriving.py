@@ -199,12 +199,6 @@ def saved(what: Any) -> list[Tensor]:
     return list(found.values()) if isinstance(found, dict) else [each.detach() for each in found.parameters()]
 
 
-def unseen(model: nn.Module, optimizer: ShardedSGD, _: Path) -> list[Tensor]:
-    """C++ that Python hears nothing of."""
-    with optimizer.unsharded():
-        return [torch.func.grad(lambda w: w.square().sum())(param) for param in model.parameters()]
-
-
 def averaged(model: nn.Module) -> list[Tensor]:
     average = [torch.zeros_like(param) for param in model.parameters()]
     torch._foreach_lerp_(average, list(model.parameters()), 0.5)
@@ -244,6 +238,18 @@ def functional(model: nn.Module) -> Tensor:
     return found
 
 
+def of_examples(model: nn.Module) -> list[Tensor]:
+    """In torch.func wrappers hide params from their guards; the hook of the module waits."""
+    model.eval()
+    named = dict(model.named_parameters())
+
+    def loss(named: dict[str, Tensor]) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, named, (TOKENS,)).square().mean()
+        return found
+
+    return [*torch.func.grad(loss)(named).values()]
+
+
 READS: dict[str, Read] = {
     "state_dict": lambda model, *_: [*model.state_dict().values()],
     "keep_vars": lambda model, *_: [each.clone() for each in model.state_dict(keep_vars=True).values()],
@@ -261,7 +267,7 @@ READS: dict[str, Read] = {
     "a moving average": lambda model, *_: averaged(model),
     "a norm": lambda model, *_: torch._foreach_norm(list(model.parameters())),
     "a message": lambda model, *_: [dist.broadcast(each, 1) or each.detach() for each in model.parameters()],
-    "unsharded": unseen,
+    "gradients of examples": lambda model, *_: of_examples(model),
     "a submodule": alone,
     "an evaluation": lambda model, *_: called(model.eval(), lambda model: model(TOKENS)),
     "functional_call": lambda model, *_: called(model, functional),
@@ -292,6 +298,23 @@ def reads(folder: Path) -> dict[str, str]:
     return found
 
 
+@contextmanager
+def saying_waits(moments: Moments) -> Iterator[None]:
+    """Within, a rank says that it waits for a bucket."""
+    wait = AsyncGather._wait
+
+    def waited(gather: AsyncGather, number: int) -> None:
+        moments.say(f"rank {dist.get_rank()} waits")
+        wait(gather, number)
+
+    with patch.object(AsyncGather, "_wait", waited):
+        yield
+
+
+def await_a_read(moments: Moments) -> None:
+    until(lambda: moments.was_said("rank 1 waits") or moments.was_said("rank 1 has read"), "rank 1 to read")
+
+
 def read_under_way(moments: Moments, read: Read, folder: Path) -> str:
     is_sender = dist.get_rank() == 0
     twin, of_twin = made(overlaps=False, shares_buffers=False)
@@ -299,18 +322,12 @@ def read_under_way(moments: Moments, read: Read, folder: Path) -> str:
     for each in ((twin, of_twin), (model, optimizer)):
         backward(*each)
     of_twin.step()
-    wait = AsyncGather._wait
-
-    def waited(gather: AsyncGather, number: int) -> None:
-        moments.say(f"rank {dist.get_rank()} waits")
-        wait(gather, number)
-
-    with holding(lambda _: is_sender) as held, patch.object(AsyncGather, "_wait", waited):
+    with holding(lambda _: is_sender) as held, saying_waits(moments):
         optimizer.step()
         under_way = arriving(model)
         if is_sender:
             if read is not in_a_checkpoint:  # whose ranks meet before they read
-                until(lambda: moments.was_said("rank 1 waits") or moments.was_said("rank 1 has read"), "rank 1 to read")
+                await_a_read(moments)
             for each in held:
                 each.let_go()
         values = read(model, optimizer, folder)
@@ -326,17 +343,96 @@ def test_whatever_reads_a_param_finds_its_values(ranks: Pool, tmp_path: Path) ->
     assert ranks.run(reads, tmp_path, world=2) == [{}, {}]
 
 
-def unguarded(folder: Path) -> tuple[list[Tensor], list[Tensor], int]:
-    """A gradient that C++ computes of a param on its way, one that it computes later, and how many params arrive while
-    something else shows their memory."""
+def squared(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
+# Reads in C++ that Python hears nothing of: made before the step, and run while params are under way.
+Unseen = Callable[[nn.Module], Callable[[], list[Tensor]]]
+
+
+def elsewhere(model: nn.Module) -> Callable[[], list[Tensor]]:
+    """A module without hooks computes with the params of a layer, as wrappers."""
+    other, layer = nn.Linear(WIDTH, WIDTH, bias=False, device="meta"), model.get_submodule("head")
+
+    def loss(named: dict[str, Tensor]) -> Tensor:
+        found: Tensor = torch.func.functional_call(other, named, (torch.ones(1, WIDTH),)).square().sum()
+        return found
+
+    return lambda: [*torch.func.grad(loss)(dict(layer.named_parameters())).values()]
+
+
+def scripted_module(model: nn.Module) -> Callable[[], list[Tensor]]:
+    other = nn.Linear(WIDTH, WIDTH, bias=False)
+    other.weight = model.get_parameter("head.weight")  # type: ignore[assignment]
+    scripted = torch.jit.script(other)
+    return lambda: [scripted(torch.ones(1, WIDTH))]
+
+
+def extension(model: nn.Module) -> Callable[[], list[Tensor]]:
+    """As one that takes a tensor and asks it for its memory."""
+    params = list(model.parameters())
+    return lambda: [torch._C._from_dlpack(torch._C._to_dlpack(each)) for each in params]
+
+
+UNSEEN: dict[str, Unseen] = {
+    "func.grad": lambda model: lambda: [torch.func.grad(squared)(each) for each in model.parameters()],
+    "func.vmap": lambda model: lambda: [torch.func.vmap(torch.sum)(each) for each in model.parameters()],
+    "functional_call of another module": elsewhere,
+    "a scripted function": lambda model: lambda: [scaled(torch.ones(1), each) for each in model.parameters()],
+    "a scripted module": scripted_module,
+    "an extension": extension,
+}
+
+
+def unseen_reads(folder: Path) -> dict[str, str]:
+    """What was wrong about each read of C++, by its name: it finds NaN, and in ``unsharded()`` the values."""
+    found: dict[str, str] = {}
+    with nothing_compiled():
+        for number, (name, make) in enumerate(UNSEEN.items()):
+            found[name] = unseen_under_way(Moments(folder / str(number)), make)
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def unseen_under_way(moments: Moments, make: Unseen) -> str:
+    is_sender, wrong = dist.get_rank() == 0, ""
+    (twin, of_twin), (model, optimizer) = (made(overlaps, shares_buffers=False) for overlaps in (False, True))
+    expects, read = make(twin), make(model)
+    for each in ((twin, of_twin), (model, optimizer)):
+        backward(*each)
+    of_twin.step()
+    with holding(lambda _: is_sender) as held, saying_waits(moments):
+        optimizer.step()
+        if not is_sender:
+            if not any(each.isnan().any() for each in read()) or not arriving(model):
+                wrong = "it was seen"
+            moments.say("rank 1 has read")
+        else:
+            await_a_read(moments)
+        for each in held:
+            each.let_go()
+        with optimizer.unsharded():
+            values = read()
+    if not all(map(torch.equal, values, expects())):
+        wrong += " other values"
+    return wrong
+
+
+def test_what_no_guard_sees_finds_nan(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(unseen_reads, tmp_path, world=2) == [{}, {}]
+
+
+def kept_addresses(folder: Path) -> tuple[list[Tensor], int]:
+    """What lies at addresses of params on their way, and how many arrive while something else shows their memory."""
     moments, is_sender = Moments(folder), dist.get_rank() == 0
     model, optimizer = made()
-    gradients = []
+    found = []
     backward(model, optimizer)
+    kept = [(each.data_ptr(), each.shape) for each in model.parameters()]
     with nothing_compiled(), holding(lambda _: is_sender) as held:
         optimizer.step()
         if not is_sender:
-            gradients = [torch.func.grad(lambda w: w.square().sum())(param) for param in model.parameters()]
+            found = [torch.tensor((ctypes.c_float * shape.numel()).from_address(at)[:]) for at, shape in kept]
             moments.say("rank 1 has read")
         moments.wait("rank 1 has read")
         for each in held:
@@ -347,17 +443,16 @@ def unguarded(folder: Path) -> tuple[list[Tensor], list[Tensor], int]:
         optimizer.step()  # beside ``values``
     under_way = arriving(model)
     assert all(torch.equal(each, param) for each, param in zip(values, model.parameters(), strict=True))
-    return gradients, [each.clone() for each in values], under_way
+    return found, under_way
 
 
 def test_what_has_not_arrived_is_nan_and_never_older(ranks: Pool, tmp_path: Path) -> None:
-    _, (gradients, values, under_way) = ranks.run(unguarded, tmp_path, world=2)
+    _, (found, under_way) = ranks.run(kept_addresses, tmp_path, world=2)
     assert under_way == 0
-    halves = [each.isnan().float().mean() for each in gradients]
-    assert sum(halves) > 0.3 * len(halves)  # rank 0's
+    assert sum(each.isnan().float().mean() for each in found) > 0.3 * len(found)  # rank 0's
     torch.manual_seed(0)
-    for gradient, old in zip(gradients, Model().parameters(), strict=True):
-        assert not torch.equal(gradient, 2 * old) and len(values) == len(gradients)
+    for each, old in zip(found, Model().parameters(), strict=True):
+        assert not torch.equal(each, old.flatten())
 
 
 # -- a training --------------------------------------------------------------------------------------------------------

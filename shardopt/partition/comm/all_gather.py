@@ -105,11 +105,17 @@ class AllGather:
         reads_memory: True if other ranks read our shard during their ``finish``: it must be final before, and stay
             until all of them are done.
         ends: by number of each started window, the call that ends with every rank's shard in it.
+        go_on: is called once windows are started, if this rank computes before it waits for them; None: need not be.
     """
 
-    def __init__(self, begin: Callable[[Window], Callable[[], None]], reads_memory: bool = False):
+    def __init__(
+        self,
+        begin: Callable[[Window], Callable[[], None]],
+        reads_memory: bool = False,
+        go_on: Callable[[], None] | None = None,
+    ):
         """``begin`` begins to fill a window, and returns the call that ends with every rank's shard in the window."""
-        self._begin, self.reads_memory = begin, reads_memory
+        self._begin, self.reads_memory, self.go_on = begin, reads_memory, go_on
         self.ends: dict[int, Callable[[], None]] = {}
 
     def start(self, window: Window) -> None:
@@ -129,12 +135,14 @@ class AllGather:
         return messages.nbytes_received
 
     def start_all(self, windows: Sequence[Window]) -> int:
-        """Starts all of these windows. Returns the bytes that they receive."""
+        """Starts all of these windows; this rank may compute before it waits. Returns the bytes that they receive."""
         nbytes = 0
         for each in windows:
             if each.nbytes_received:
                 self.start(each)
                 nbytes += each.nbytes_received
+        if self.go_on is not None:
+            self.go_on()
         return nbytes
 
     def finish(self) -> None:

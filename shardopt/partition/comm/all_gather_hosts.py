@@ -5,34 +5,41 @@ Rank 1 of 4, two on each host, receives shard 3 by a message, and reads shards 0
     rank 0    0 . . .    messages ->  0 . 2 .    reading ->  0 1 2 3
     rank 1    . 1 . .                 . 1 . 3                0 1 2 3
 
-A rank shows on a board that its messages have come, and where its windows lie; or that they have not come.
+A rank marks that the messages of a window have come, and where it lies; or that they have not come. A window may be
+written to, or freed, once all ranks of the host have read it.
+
+Nobody can read what came to a rank that computes, unless that rank marks it. So where ranks compute meanwhile, a thread
+of each does all this: it never waits for what another rank's script does.
 """
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
-from ...errors import CommunicationError
 from .all_gather import FIRST_TAG, AllGather
+from .host_marks import FILLED, READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
     from .all_gather import Window
     from .group import Pending, Ranks
     from .hosts import Hosts
 
+    # A window, the number of its gather, its messages, and what is done once all of this host have read it.
+    Begun = tuple[Window, int, Pending, Future[None]]
+
 
 class HostGather:
-    """The windows of one gather, on their way."""
+    """The windows that this rank gathers."""
 
-    def __init__(self, ranks: Ranks, hosts: Hosts, phase: str):
-        self._ranks, self._hosts, self._board, self._phase = ranks, hosts, hosts.board, phase
-        self._started: list[tuple[Window, Pending]] = []
-        # What ranks of this host may read until the barrier: encoded shards lie nowhere else.
-        self._shown: tuple[list[Window], torch.Tensor] | None = None
+    def __init__(self, ranks: Ranks, hosts: Hosts, phase: str, limit: timedelta | None):
+        self._ranks, self._hosts, self._marks, self._phase, self._limit = ranks, hosts, hosts.marks, phase, limit
+        self._begun: list[Begun] = []  # and not filled by a thread
 
     def begin(self, window: Window) -> Callable[[], None]:
         """Sends this rank's shard to one rank of every other host."""
@@ -40,48 +47,55 @@ class HostGather:
         own = [window.shard(self._ranks.rank)] * column.size
         others = [window.shard(rank) for rank in column.members]
         pending = column.exchange_slices(own, others, FIRST_TAG + window.number, self._phase)
-        self._started.append((window, pending))
-        return self._end
+        here = Future[None]()
+        self._begun.append((window, self._marks.begin(window.number), pending, here))
+        return partial(self._end, here)
 
-    def _end(self) -> None:
-        """Fills all windows that were begun, at the first call."""
-        started, self._started = self._started, []
-        if not started:
-            return
-        windows, number = [window for window, _ in started], next(self._hosts.gathers)
-        self._board.start_round(number)
-        try:
-            for _, pending in started:
-                self._ranks.wait(pending)
-        except BaseException:
-            self._board.abandon_round(number)
-            raise
-        addresses = torch.tensor([window.flat.data_ptr() for window in windows])
-        self._shown = windows, addresses
-        self._board.mark_filled(0, addresses.data_ptr())
-        near = self._hosts.near
-        for step in range(1, near.size):  # every rank starts with another one
-            member = (near.rank + step) % near.size
-            self._read_from(near.members[member], member, windows)
+    def fill_beside(self) -> None:
+        """Fills the windows that were begun by a thread: this rank computes meanwhile."""
+        begun, self._begun = self._begun, []
+        if begun:
+            threading.Thread(target=self._fill, args=(begun,), name="shardopt-by-host", daemon=True).start()
 
-    def _read_from(self, rank: int, member: int, windows: Sequence[Window]) -> None:
-        """Reads what a rank of this host, with this number on it, has: its own shards, and those that came to it."""
-        try:
-            notice = self._board.wait(rank, lambda notice: notice.filled > 0, self._phase)
-        except CommunicationError as error:  # whose words are those of a backward
-            raise CommunicationError(
-                f"look at the output of rank {rank}: it ended or did not come, or nothing came to it from "
-                f"another host, {self._ranks.at(self._phase)}."
-            ) from error
-        memory, pid = self._hosts.memory, self._hosts.pids[rank]
-        addresses = torch.empty(len(windows), dtype=torch.int64)
-        memory.read(pid, notice.addresses[0], addresses)
-        for window, address in zip(windows, addresses.tolist(), strict=True):
-            for host in self._hosts.table:
-                target = window.shard(host[member])
-                memory.read(pid, address + target.data_ptr() - window.flat.data_ptr(), target)
+    def _end(self, here: Future[None]) -> None:
+        """Waits for one window. Without a thread, the first call fills all of them."""
+        begun, self._begun = self._begun, []
+        self._fill(begun)
+        here.result()
+
+    def _fill(self, begun: Sequence[Begun]) -> None:
+        for number, (window, gather, pending, here) in enumerate(begun):
+            try:
+                self._fill_one(window, gather, pending)
+                here.set_result(None)
+            except BaseException as error:  # raised by each wait for one of these
+                for window, gather, _, here in begun[number:]:
+                    self._marks.mark_failed(window.number, gather)
+                    here.set_exception(error)
+                return
+
+    def _fill_one(self, window: Window, gather: int, pending: Pending) -> None:
+        near, number = self._hosts.near, window.number
+        self._ranks.wait(pending, self._limit)
+        self._marks.mark_filled(number, gather, window.flat.data_ptr())
+        # Every rank starts with another one.
+        members = [(near.rank + step) % near.size for step in range(1, near.size)]
+        for member in members:
+            address = self._marks.wait(near.members[member], number, FILLED, gather, self._limit, self._phase)
+            self._read_from(member, address, window)
+        self._marks.mark_read(number, gather)
+        for member in members:
+            self._marks.wait(near.members[member], number, READ, gather, self._limit, self._phase)
+
+    def _read_from(self, member: int, address: int, window: Window) -> None:
+        """Reads what a rank of this host has: its own shard, and those that came to it."""
+        pid = self._hosts.pids[self._hosts.near.members[member]]
+        for host in self._hosts.table:
+            target = window.shard(host[member])
+            self._hosts.memory.read(pid, address + target.data_ptr() - window.flat.data_ptr(), target)
 
 
-def by_hosts(ranks: Ranks, hosts: Hosts, phase: str) -> AllGather:
-    """Returns an all-gather whose windows all ranks begin in one order, and end together; a barrier follows."""
-    return AllGather(HostGather(ranks, hosts, phase).begin)
+def by_hosts(ranks: Ranks, hosts: Hosts, phase: str, limit: timedelta | None = None) -> AllGather:
+    """Returns an all-gather by host; ``limit``: of each wait, see :meth:`Ranks.wait`."""
+    gather = HostGather(ranks, hosts, phase, limit)
+    return AllGather(gather.begin, go_on=gather.fill_beside)

@@ -1,7 +1,8 @@
 """A gather after an update that the step does not wait for: each bucket is waited for when it is needed.
 
-Messages and NCCL's collectives travel while this rank computes. (Where ranks read each other's memory, the reading is
-this rank's own work, and every step waits for its gather.) Two things differ from :class:`.transport.Gather`:
+Messages and NCCL's collectives travel while this rank computes; by host, a thread reads what the others have. (Where
+all ranks read each other's memory, nothing travels, and every step waits for its gather.) Two things differ from
+:class:`.transport.Gather`:
 
 * Memory into which another rank's shard will arrive holds NaN until then. No older value is ever read as the new one,
   not even by C++ code that no guard of Python's sees.
@@ -64,6 +65,8 @@ class AsyncGather:
         """Sends the other ranks whether this rank could make its shards. Called once all windows are started."""
         if self._ranks.size == 1 or self._statuses:
             return
+        if self._all_gather.go_on is not None:
+            self._all_gather.go_on()
         own = torch.tensor([int(failed)])
         size, rank = self._ranks.size, self._ranks.rank
         self._statuses = [own if peer == rank else torch.empty_like(own) for peer in range(size)]

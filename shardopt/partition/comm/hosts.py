@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import BindingError
-from .peer_board import PeerBoard
+from .host_marks import HostMarks
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -58,8 +57,7 @@ class Hosts:
         near: the ranks of this host.
         column: the ranks with this one's number on each host.
         pids: process numbers, by rank.
-        board: of gathers.
-        gathers: numbers them.
+        marks: of windows that are gathered.
     """
 
     table: tuple[tuple[int, ...], ...]
@@ -67,8 +65,7 @@ class Hosts:
     column: SomeRanks
     memory: PeerMemory
     pids: tuple[int, ...]
-    board: PeerBoard
-    gathers: itertools.count[int]
+    marks: HostMarks
 
     @staticmethod
     def of(ranks: Ranks, reach: Sequence[Sequence[int]], memory: PeerMemory, pids: Sequence[int]) -> Hosts | None:
@@ -92,10 +89,8 @@ class Hosts:
             return None
         (near,) = (host for host in table if ranks.rank in host)
         column = [host[near.index(ranks.rank)] for host in table]
-        board = PeerBoard(ranks, memory, tuple(pids), near)
-        return Hosts(
-            table, SomeRanks(ranks, near), SomeRanks(ranks, column), memory, tuple(pids), board, itertools.count()
-        )
+        marks = HostMarks(ranks, memory, pids)
+        return Hosts(table, SomeRanks(ranks, near), SomeRanks(ranks, column), memory, tuple(pids), marks)
 
 
 def host_table(reach: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -74,7 +74,7 @@ class Transport:
             memory: reads the other ranks' memory, if all ranks can.
             cards: of all ranks, if some can.
             reach: by rank: 1 for each rank whose memory it can read.
-            hosts: if reductions, and gathers after an update, go by host.
+            hosts: if reductions and gathers go by host.
         """
         self._hosts = hosts
         self.ranks, self._device, self._reach = ranks, device, reach
@@ -190,6 +190,10 @@ class Transport:
         """
         if self._memory is not None:
             return by_reading(self.ranks, self._memory)
+        if self._hosts is not None and not evaluates:
+            from .all_gather_hosts import by_hosts
+
+            return by_hosts(self.ranks, self._hosts, phase, limit)
         if evaluates and not self.ranks.has_collectives(self._device):
             return to_evaluate(self.ranks, phase, limit)
         return all_gather_between(self.ranks, self._device, phase, limit)
@@ -200,10 +204,7 @@ class Transport:
         Args:
             is_coded: True for windows with a code, which are messages on every connection.
         """
-        if self._hosts is not None:
-            from .all_gather_hosts import by_hosts
-
-            return Gather(self.ranks, by_hosts(self.ranks, self._hosts, phase), phase)
+        is_coded &= self._hosts is None  # by host nothing reads the memory of all ranks
         moves = all_gather_between(self.ranks, self._device, phase) if is_coded else self.all_gather(phase)
         return Gather(self.ranks, moves, phase)
 
