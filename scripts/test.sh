@@ -36,6 +36,8 @@ except PackageNotFoundError:
 EOF
 }
 cd "$root"
+# Else each of a run's processes would rewrite the assertions of all tests, and compile the package, anew.
+unset PYTHONDONTWRITEBYTECODE
 if ! has_frameworks; then
     "$python" -m pip install --quiet -c constraints.txt -e ".[frameworks]"
 fi

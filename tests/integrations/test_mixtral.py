@@ -1,19 +1,15 @@
 """A Mixtral of Transformers, its experts spread over ranks, trains as torch.optim does in one process on all of it."""
 
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import MixtralConfig, MixtralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from shardopt import ShardedAdamW, Tuning
 from tests.support.composed import OPTIONS
@@ -22,23 +18,12 @@ from tests.support.moe import groups_of
 from tests.support.ranks import TIMEOUT
 
 STEPS, WORLD, NUM, MAX_NORM = 6, 4, 4, 0.5
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra 'frameworks'")
 
 
-class SpreadExperts(MixtralExperts):
-    """The experts of one rank of a group, which get the tokens of all of its ranks."""
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-    group: dist.ProcessGroup
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        tokens, weights = (all_gather_tensor_autograd(each, 0, self.group) for each in (hidden_states, top_k_weights))
-        chosen = all_gather_tensor_autograd(top_k_index, 0, self.group) - self.group.rank() * self.num_experts
-        elsewhere = (chosen < 0) | (chosen >= self.num_experts)
-        done = super().forward(tokens, chosen.masked_fill(elsewhere, self.num_experts), weights)
-        done = done + (tokens + weights.sum(1, keepdim=True)) * 0.0  # a rank without a token takes part in backward
-        return reduce_scatter_tensor_autograd(done, "sum", 0, self.group)
-
-
-def mixtral() -> MixtralForCausalLM:
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=48,
@@ -53,7 +38,8 @@ def mixtral() -> MixtralForCausalLM:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    return MixtralForCausalLM(config)
+    model: nn.Module = MixtralForCausalLM(config)
+    return model
 
 
 def own_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -62,6 +48,22 @@ def own_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def spread(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    class SpreadExperts(MixtralExperts):
+        """The experts of one rank of a group, which get the tokens of all of its ranks."""
+
+        group: dist.ProcessGroup
+
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            given = (hidden_states, top_k_index, top_k_weights)
+            tokens, chosen, weights = (all_gather_tensor_autograd(each, 0, self.group) for each in given)
+            chosen = chosen - self.group.rank() * self.num_experts
+            elsewhere = (chosen < 0) | (chosen >= self.num_experts)
+            done = super().forward(tokens, chosen.masked_fill(elsewhere, self.num_experts), weights)
+            done = done + (tokens + weights.sum(1, keepdim=True)) * 0.0  # a rank without a token takes part in backward
+            return reduce_scatter_tensor_autograd(done, "sum", 0, self.group)
+
     for each in model.modules():
         if isinstance(each, MixtralExperts):
             each.__class__, each.group, each.num_experts = SpreadExperts, group, NUM // group.size()

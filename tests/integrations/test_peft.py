@@ -18,7 +18,9 @@ from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.training import apart
 
-pytest.importorskip("peft", reason="needs the extra 'frameworks': pip install .[frameworks]")
+pytestmark = pytest.mark.skipif(
+    util.find_spec("peft") is None, reason="needs the extra 'frameworks': pip install .[frameworks]"
+)
 
 STEPS = 3
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

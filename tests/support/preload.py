@@ -41,7 +41,7 @@ import shardopt.kernels.native_words
 import shardopt.optim.shadow
 import shardopt.remote.peers
 import shardopt.remote.serve
-from tests.support import interpreter
+from tests.support import compiled_once, interpreter
 
 if hasattr(os, "SCHED_BATCH"):
     # Ranks outnumber cores. One that a message wakes would take the core from the rank that sends it, while that one
@@ -55,6 +55,7 @@ shardopt.remote.serve.HANDSHAKE = shardopt.remote.peers.HANDSHAKE = 600.0
 for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
     torch.use_deterministic_algorithms(is_deterministic)
 interpreter.install()
+compiled_once.install()
 gc.collect()
 # A full collection walks a million objects of these libraries, a third of a second each time that a test asks for one.
 # Frozen, they are passed over.
