@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -239,8 +240,14 @@ def test_buffers_are_those_of_one_rank(ranks: Pool) -> None:
 
 
 def soon() -> Any:
-    """A group whose waits end soon, on a rank that is only slow too: with the error that is asked for."""
+    """A group whose waits end, on a rank that is only slow too: with the error that is asked for."""
     return dist.new_group([0, 1], timeout=timedelta(seconds=5))
+
+
+def hurry(group: Any) -> None:
+    """Behind the first step, which compiles: from now on waits end soon."""
+    dist.barrier()
+    distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
 
 
 def runs_other_forwards(stage: int, neighbours: bool, odd: int) -> None:
@@ -249,6 +256,8 @@ def runs_other_forwards(stage: int, neighbours: bool, odd: int) -> None:
     opt = ShardedSGD(model, stage=stage, process_group=group, tuning=tuning(neighbours), **SGD)
     with raises(CommunicationError):
         for step in range(4):
+            if step == 1:
+                hurry(group)
             if dist.get_rank() == odd and step == 1:
                 model(inputs(9))
             model(inputs(step)).square().mean().backward()
@@ -262,6 +271,8 @@ def holds_other_buffers(on_all: bool) -> None:
     opt = ShardedSGD(model, stage=2, process_group=group, tuning=tuning(True), **SGD)
     with nullcontext() if on_all else raises(CommunicationError):
         for size in (3, 4):
+            if size == 4 and not on_all:
+                hurry(group)
             if size == 3 or on_all or dist.get_rank():
                 model.register_buffer("grows", torch.full((size,), 1.0 + dist.get_rank()))
             model(inputs(size)).square().mean().backward()

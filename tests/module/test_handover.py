@@ -41,6 +41,8 @@ from tests.support.ranks import Pool
 from tests.support.training import close_to, raises, raw
 
 SETTINGS = tuple((stage, neighbours) for stage in (1, 2, 3) for neighbours in (True, False))
+# Every stage once, both connections: jobs take turns with the two of them.
+TURNS = tuple(tuple(each for each in SETTINGS if sum(each) % 2 == turn) for turn in range(2))
 SGD = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -387,8 +389,8 @@ def two_optimizers(stage: int, neighbours: bool) -> None:
 
 
 def test_taken_over_and_given_back(ranks: Pool) -> None:
-    for setting in SETTINGS:
-        for function in (handed_over_before_ddp, plain_module, given_back, copies, two_optimizers):
+    for number, function in enumerate((handed_over_before_ddp, plain_module, given_back, copies, two_optimizers)):
+        for setting in TURNS[number % 2]:
             ranks.run(function, *setting, world=2)
     for neighbours in (True, False):
         ranks.run(dropped_at_stage_3, neighbours, world=2)
@@ -507,9 +509,9 @@ def groups_in_mid_training(stage: int, neighbours: bool) -> None:
 
 
 def test_gradients_and_groups(ranks: Pool) -> None:
-    for setting in SETTINGS:
-        ranks.run(torchs_tools, *setting, world=2)
-        ranks.run(groups_in_mid_training, *setting, world=2)
+    for function, turn in zip((torchs_tools, groups_in_mid_training), TURNS, strict=True):
+        for setting in turn:
+            ranks.run(function, *setting, world=2)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -639,6 +641,6 @@ def refused_in_training(stage: int, neighbours: bool) -> None:
 
 
 def test_refusals(ranks: Pool) -> None:
-    for setting in SETTINGS:
-        ranks.run(refused_before_training, *setting, world=2)
-        ranks.run(refused_in_training, *setting, world=2)
+    for function, turn in zip((refused_before_training, refused_in_training), TURNS, strict=True):
+        for setting in turn:
+            ranks.run(function, *setting, world=2)

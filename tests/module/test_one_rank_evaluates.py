@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -403,25 +403,34 @@ main()
 """
 
 
-def ended(script: Path, folder: Path, ending: str) -> list[Done]:
+def begin(script: Path, folder: Path, ending: str) -> Callable[[], list[Done]]:
+    """The reader and the other rank begin. Returns the call that waits for them, and tells how they ended."""
     folder.mkdir()
     reader, other = (Program(str(script), (str(rank), str(folder), ending)) for rank in range(2))
-    if ending.startswith("ends"):
-        return [reader.wait(), other.wait()]
-    done = other.wait()  # before the reader leaves
-    Moments(folder).say("left")
-    return [reader.wait(), done]
+
+    def wait() -> list[Done]:
+        if ending.startswith("ends"):
+            return [reader.wait(), other.wait()]
+        done = other.wait()  # before the reader leaves
+        Moments(folder).say("left")
+        return [reader.wait(), done]
+
+    return wait
 
 
 def test_the_script_of_the_others_ends(tmp_path: Path) -> None:
     """Without a close(): it serves until the reader leaves, unless it ends by an error or at once."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    codes = {"raises": 1, "leaves": 3}
+    endings = ("ends", "ends with its model", *codes)
+    begun = {ending: begin(script, tmp_path / ending, ending) for ending in endings}  # so that they wait at one time
+    ended = {ending: wait() for ending, wait in begun.items()}
     for ending in ("ends", "ends with its model"):
-        both = ended(script, tmp_path / ending, ending)
+        both = ended[ending]
         assert [each.returncode for each in both] == [0, 0] and "evaluated" in both[0].stdout, both
-    for ending, code in (("raises", 1), ("leaves", 3)):
-        both = ended(script, tmp_path / ending, ending)
+    for ending, code in codes.items():
+        both = ended[ending]
         assert [each.returncode for each in both] == [1, code] and "evaluated" not in both[0].stdout, both
         assert "CommunicationError: look at the output of rank 1" in both[0].stderr, both
 

@@ -52,7 +52,7 @@ def rests(optimizer: ShardedOptimizer) -> dict[str, dict[str, int]]:
 
 @sweep({"dtype": (torch.bfloat16, torch.float32), "base": ("device", "cpu", "disk")}, strength=1)
 def test_every_way_leaves_the_same_bits(dtype: torch.dtype, base: str, tmp_path: Path) -> None:
-    """Every pair of moves behind a step, with a step, a load or nothing in between."""
+    """Every pair of moves behind a step; a step, a load or nothing comes in between behind each, and before each."""
     offload = {"device": None, "cpu": "cpu", "disk": tmp_path}[base]
     params, optimizer = make(ShardedAdamW, offload, dtype, amsgrad=True)
     others, still = make(ShardedAdamW, None, dtype, amsgrad=True)
@@ -60,17 +60,18 @@ def test_every_way_leaves_the_same_bits(dtype: torch.dtype, base: str, tmp_path:
     numbers = itertools.count()
     advance(params, optimizer, range(1))
     advance(others, still, range(1))
-    for first, second in itertools.product(("cpu", "disk", "reload"), repeat=2):
-        for between in (None, "step", "load"):
-            move(optimizer, first, tmp_path)
-            number = next(numbers)
-            for each, one in ((params, optimizer), (others, still)):
-                if between == "step":
-                    advance(each, one, range(number, number + 1))
-                elif between == "load":
-                    one.load_state_dict(copy.deepcopy(one.state_dict()))
-            move(optimizer, second, tmp_path)
-            assert bits(params, optimizer) == bits(others, still), (first, between, second)
+    places, turn = ("cpu", "disk", "reload"), ("device", "cpu", "disk").index(base)
+    for (at, first), (by, second) in itertools.product(enumerate(places), repeat=2):
+        between = (None, "step", "load")[(at + by + turn) % 3]
+        move(optimizer, first, tmp_path)
+        number = next(numbers)
+        for each, one in ((params, optimizer), (others, still)):
+            if between == "step":
+                advance(each, one, range(number, number + 1))
+            elif between == "load":
+                one.load_state_dict(copy.deepcopy(one.state_dict()))
+        move(optimizer, second, tmp_path)
+        assert bits(params, optimizer) == bits(others, still), (first, between, second)
     advance(params, optimizer, range(2))
     advance(others, still, range(2))
     assert bits(params, optimizer) == bits(others, still)

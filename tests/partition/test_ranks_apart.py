@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardopt import CommunicationError, DisagreementError, ShardedSGD, ShardoptError
 from tests.partition.test_collective_wire import collectives
-from tests.support.absence import LATER, in_no_hurry, waiting_for
+from tests.support.absence import LATER, SOON, in_no_hurry, waiting_for
 from tests.support.comparing import snapshot
 from tests.support.modules import RATES, Block, W, data, poisoned, small
 from tests.support.ranks import Pool
@@ -171,7 +171,7 @@ def one_rank_alone(timeout: float | None) -> None:
         try:
             for unit in opt.engine.domain.gatherer.units.values():
                 unit.all_gathers.clear()  # they are made anew, with this deadline
-            with torch.no_grad(), patch("shardopt.units.gathered.GATHER_TIMEOUT", timedelta(seconds=2)):
+            with torch.no_grad(), patch("shardopt.units.gathered.GATHER_TIMEOUT", timedelta(seconds=SOON)):
                 model(data(0, 4, W), (0, 1))
         except CommunicationError as error:
             assert all(words in str(error) for words in ("gathering first", "rank 1", "optimizer.unsharded()")), error
@@ -184,5 +184,5 @@ def one_rank_alone(timeout: float | None) -> None:
 
 def test_a_gather_that_a_rank_never_joins(ranks: Pool) -> None:
     """The deadline is the user's, or else the gatherer's own, which is far shorter here than the process group's."""
-    for timeout in (2, None):
+    for timeout in (SOON, None):
         ranks.run(one_rank_alone, timeout, world=2)

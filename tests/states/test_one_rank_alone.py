@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -254,17 +255,21 @@ main()
 """
 
 
-def run_forked(script: Path, folder: Path, ending: str) -> list[Done]:
-    """How both ranks ended."""
+def begin_forked(script: Path, folder: Path, ending: str) -> Callable[[], list[Done]]:
+    """Both ranks begin. Returns the call that waits for them, and tells how they ended."""
     first, second = (Program(str(script), (str(rank), str(folder), ending)) for rank in range(2))
-    if ending not in ("raised", "killed"):
-        return [first.wait(), second.wait()]
-    ended = second.wait()
-    Moments(folder).say("left")
-    return [first.wait(), ended]
+
+    def wait() -> list[Done]:
+        if ending not in ("raised", "killed"):
+            return [first.wait(), second.wait()]
+        ended = second.wait()
+        Moments(folder).say("left")
+        return [first.wait(), ended]
+
+    return wait
 
 
-def run_fresh(script: Path, folder: Path, ending: str) -> list[Done]:
+def begin_fresh(script: Path, folder: Path, ending: str) -> Callable[[], list[Done]]:
     """In interpreters that end as a user's do, all modules taken down."""
     ranks = [
         subprocess.Popen(
@@ -275,13 +280,15 @@ def run_fresh(script: Path, folder: Path, ending: str) -> list[Done]:
         )
         for rank in range(2)
     ]
-    told = [each.communicate(timeout=600) for each in ranks]
-    return [Done(each.returncode, *texts) for each, texts in zip(ranks, told, strict=True)]
+
+    def wait() -> list[Done]:
+        told = [each.communicate(timeout=600) for each in ranks]
+        return [Done(each.returncode, *texts) for each, texts in zip(ranks, told, strict=True)]
+
+    return wait
 
 
-def saved_at_the_end(script: Path, folder: Path, ending: str) -> None:
-    folder.mkdir()
-    ended = (run_fresh if ending == "in fresh interpreters" else run_forked)(script, folder, ending)
+def check_saved(ended: list[Done], folder: Path) -> None:
     assert [each.returncode for each in ended] == [0, 0] and "saved" in ended[0].stdout, ended
     state = torch.load(folder / "state.pt", weights_only=True)
     assert state["state"][0]["exp_avg"].shape == (7, 300) and bool(state["state"][0]["exp_avg"].all())
@@ -292,12 +299,17 @@ def test_at_the_end_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     # States are read from the disk when the thread pools of the process that ends take no work any more.
-    for ending in ("destroyed", "closed", "several", "in fresh interpreters", "states on disk"):
-        saved_at_the_end(script, tmp_path / ending, ending)
-    for ending in ("raised", "killed"):
-        folder = tmp_path / ending
-        folder.mkdir()
-        ended = run_forked(script, folder, ending)
+    saved, lost = ("destroyed", "closed", "several", "in fresh interpreters", "states on disk"), ("raised", "killed")
+    begun = {}
+    for ending in (*saved, *lost):  # all together, so that they wait at the same time
+        (tmp_path / ending).mkdir()
+        begin = begin_fresh if ending == "in fresh interpreters" else begin_forked
+        begun[ending] = begin(script, tmp_path / ending, ending)
+    ends = {ending: wait() for ending, wait in begun.items()}
+    for ending in saved:
+        check_saved(ends[ending], tmp_path / ending)
+    for ending in lost:
+        ended = ends[ending]
         assert [each.returncode for each in ended] == [1, 1 if ending == "raised" else -signal.SIGKILL], ended
         assert "CommunicationError" in ended[0].stderr and "rank 1" in ended[0].stderr
         assert "saved" not in ended[0].stdout

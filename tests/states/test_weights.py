@@ -55,7 +55,7 @@ def of_one_step(folder: str) -> None:
         opt = ShardedSGD(model, **RATES, stage=stage, offload=offload, tuning=small())
         for step in range(2):
             train_step(model, opt, step)
-            for dtype, nbytes in ((None, SMALL), (torch.bfloat16, 1), (torch.float16, 1 << 30)):
+            for dtype, nbytes in ((None, SMALL), (torch.float16, 1 << 30)) if step else ((torch.bfloat16, 1),):
                 expected = shown(model, opt, dtype)
                 found = list(opt.weights(nbytes, dtype))
                 assert [name for name, _ in found] == list(expected), stage

@@ -17,7 +17,7 @@ from shardopt.partition.comm.peer_board import PeerBoard
 from tests.support.moments import Moments, until
 from tests.support.ranks import DEADLINE
 
-SOON = 0.2  # seconds that a rank waits for one that is missing
+SOON = 0.05  # seconds that a rank waits for one that is missing
 LATER = 4 * DEADLINE  # seconds: as good as never, for a job that is killed long before
 
 _BOARD_WAIT = PeerBoard.wait
