@@ -107,6 +107,34 @@ def host_table() -> list[str]:
     return lines
 
 
+def null_section() -> str:
+    """The host's work for a GPU, of one rank, where nothing computes: times beside DDP's, and the calls of a step."""
+    result = newest("host-null-1-ranks")
+    found, (few, many) = result["results"], result["settings"]["blocks"]
+    lines = [
+        f"On {result['machine']['device']}, torch {result['machine']['torch']}, Triton {result['machine']['triton']}; "
+        f"{MEDIANS}, and the machine was busy with other work; calls are those of {few} blocks:",
+        "",
+        f"| engine, host time | x DDP's, {few} blocks | {many} blocks | with the driver, {few} blocks "
+        "| x FSDP2's | kernel launches a step | events | copies | waits of the host |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, each in found.items():
+        calls = [its for its in each["calls"][f"{few} blocks"].values()]
+
+        def count(*kinds: str, calls: list[dict[str, int]] = calls) -> int:
+            return sum(its.get(kind, 0) for its in calls for kind in kinds)
+
+        cells = [interval(value) for value in each["over DDP"]]
+        cells += [interval(each["over DDP, with the driver"][0]), interval(each["over FSDP2"][0])]
+        launches = count("kernel launches", "Triton launches", "library calls")
+        copies = count("copies to the device", "copies to the host", "copies on the device")
+        events = count("event records", "stream waits", "event queries")
+        cells += [str(each) for each in (launches, events, copies, count("host waits"))]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 MEDIANS = "medians of interleaved pairs, ratios within one run; in parentheses the 95 % interval"
 
 
@@ -431,6 +459,7 @@ SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/measured.md", "peers"): peers,
     ("docs/measured.md", "numbers"): numbers,
     ("docs/measured.md", "gpu"): on_a_gpu,
+    ("docs/measured.md", "null"): null_section,
     ("docs/formats.md", "formats"): bytes_of_stage_2,
     ("docs/formats.md", "bytes"): bytes_of_formats,
     ("docs/formats.md", "costs"): costs_of_formats,

@@ -3,6 +3,7 @@
 #
 #   bash scripts/gpu_without_gpu.sh                 all of them, and the result as JSON under bench/results
 #   bash scripts/gpu_without_gpu.sh -x tests/gpu    any argument goes to pytest; no result is written
+#   bash scripts/gpu_without_gpu.sh --null SCRIPT   a script on a null device, where nothing computes: the host's time
 #
 # It makes an environment of its own once: 2 GB, of which 0.5 GB come from the package index, and a minute of gcc and g++.
 # Heavier than the other tests and made for one kind of machine (Linux, x86-64), so no part of every run; what the
@@ -34,7 +35,7 @@ install() {
             --force-reinstall --index-url "${CUDA_INDEX:-https://pypi.org/simple}" "$(pin torch)"
     fi
     "$python" -m pip install -c constraints.txt triton numba numpy einops safetensors pytest pytest-xdist \
-        pytest-randomly hypothesis expecttest coverage psutil rich filelock typing-extensions sympy networkx jinja2 fsspec
+        pytest-randomly hypothesis expecttest coverage psutil rich tqdm filelock typing-extensions sympy networkx jinja2 fsspec
     "$python" -m pip download -q --no-deps -d "$venv/headers" "${headers[@]}"
     local wheel
     for wheel in "$venv"/headers/*.whl; do "$python" -m zipfile -e "$wheel" "$venv/headers"; done
@@ -58,6 +59,11 @@ export PYTHONPATH=$root TRITON_INTERPRET=0 TRITON_CACHE_DIR=$root/.test_cache/tr
 export WITHOUT_GPU_COUNT=4
 "$python" tests/support/without_gpu/build.py "$venv/headers/nvidia/cu13/include"
 
+if [[ ${1:-} == --null ]]; then
+    libraries=$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13/lib)
+    export WITHOUT_GPU_NULL=1 TRITON_LIBCUDA_PATH=$libraries LD_LIBRARY_PATH=$libraries
+    exec "$python" "${@:2}"
+fi
 if (($#)); then
     exec "$python" -m pytest -p no:cacheprovider -m gpu "$@"
 fi

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import ShardoptError
-from ..partition.streams import call_on, current_stream
+from ..partition.streams import call_on, stream_of_thread
 from ..tensors.gradient import GradientPart
 from ..tensors.unsharded_guard import gradient_in
 from ..units.unit import UnitState
@@ -77,6 +77,7 @@ class Arrivals:
         self.shard, self.entries, self.numbers, self.missing = shard, entries, numbers, 0
         self.taker = weakref.ref(taker)  # weak: a cycle would outlive the optimizer
         self._is_in_order = shard.device.type == "cpu"  # which has no streams
+        self._index = shard.device.index  # of the GPU: each gradient asks for its stream
         self.unit: Unit | None = None
         resting = frozenset(shard.bucket.layout.resting)
         self._resting = [entry for entry in entries if entry.outer is entry.param and entry.index in resting]
@@ -110,11 +111,11 @@ class Arrivals:
             return False
         if self._is_in_order:
             return True
-        stream = current_stream(self.shard.device)
+        stream = stream_of_thread(self._index)
         if self.stream is None:
             self.stream = stream
         # One copy reads all of them, on this stream. Test: tests/partition/test_stream_order.py.
-        return bool(stream == self.stream)
+        return stream is self.stream
 
     def take(self) -> dict[int, torch.Tensor] | None:
         """Takes the gradients that rest, by the indices of their params.

@@ -28,15 +28,28 @@ import torch
 _T = TypeVar("_T")
 
 
+# By a device's index and the handle of a stream: torch makes an object of Python's anew each time that it is asked, in
+# 3 us, and in autograd's thread in 20. Handles are CUDA's: one names the same stream as long as there is one.
+_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def stream_of_thread(index: int) -> torch.cuda.Stream:
+    """Returns the stream on which this thread computes on the GPU of this index: one object for each stream."""
+    place = index, torch._C._cuda_getCurrentRawStream(index)
+    found = _STREAMS.get(place)
+    if found is None:
+        found = _STREAMS[place] = torch.cuda.current_stream(index)
+    return found
+
+
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Returns the stream on which this thread computes; None on a CPU."""
-    # The index, since torch spends nearly as long on finding it in a device as on the stream.
-    return torch.cuda.current_stream(device.index) if device.type == "cuda" else None
+    return stream_of_thread(device.index) if device.type == "cuda" else None
 
 
 def call_on(stream: torch.cuda.Stream | None, call: Callable[..., _T], *arguments: object) -> _T:
     """Makes a call on a stream of this thread's device; None: on the current one."""
-    if stream is None:
+    if stream is None or stream is stream_of_thread(stream.device_index):
         return call(*arguments)
     with torch.cuda.stream(stream):
         return call(*arguments)
@@ -50,22 +63,21 @@ class StreamUses:
     """
 
     def __init__(self, device: torch.device):
-        self._device, self.has_streams = device, device.type == "cuda"
+        self._index, self.has_streams = device.index, device.type == "cuda"
         self._events: dict[Any, torch.cuda.Event] = {}  # by stream that used the memory; empty on a CPU
         self._user: torch.cuda.Stream | None = None  # whose use goes on: it has no mark yet
 
     def mark(self) -> None:
         """Notes that the current stream has used the memory, after all that it waited for: no other use goes on."""
-        stream = current_stream(self._device)
-        if stream is not None:
+        if self.has_streams:
+            stream = stream_of_thread(self._index)
             self._record(stream)
             self._user = None
 
     def join(self) -> None:
         """The current stream waits for the other streams that used the memory."""
         if self._events or self._user is not None:
-            stream = current_stream(self._device)
-            assert stream is not None
+            stream = stream_of_thread(self._index)
             self._join_on(stream)
 
     def occupy(self) -> None:
@@ -74,17 +86,19 @@ class StreamUses:
         The use is marked once another stream comes. Many gradients fill one bucket, nearly always on one stream, and
         an event for each would take the host's time for nothing.
         """
-        stream = current_stream(self._device)
-        if stream is not None and stream != self._user:
+        if not self.has_streams:
+            return
+        stream = stream_of_thread(self._index)
+        if stream is not self._user:
             self._join_on(stream)
             self._user = stream
 
     def _join_on(self, stream: torch.cuda.Stream) -> None:
-        if self._user is not None and self._user != stream:
+        if self._user is not None and self._user is not stream:
             self._record(self._user)
             self._user = None
         for other, event in self._events.items():
-            if other != stream:
+            if other is not stream:
                 stream.wait_event(event)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
@@ -96,4 +110,4 @@ class StreamUses:
 def last_used(memory: torch.Tensor) -> None:
     """Keeps the allocator from reusing the memory before the current stream's work so far has ended."""
     if memory.device.type == "cuda":
-        memory.record_stream(torch.cuda.current_stream(memory.device))
+        memory.record_stream(stream_of_thread(memory.device.index))

@@ -358,7 +358,11 @@ def test_a_sum_is_added_to_once_it_is_restored() -> None:
     current = streams[:1]
     for param, stream in zip(model.params, streams[1:], strict=True):
         param.register_hook(lambda _, stream=stream: current.__setitem__(0, stream))
-    with patch("torch.cuda.current_stream", lambda device: current[0]), patch("torch.cuda.Event", Event):
+    with (
+        patch("torch.cuda.current_stream", lambda device: current[0]),
+        patch("torch._C._cuda_getCurrentRawStream", lambda index: id(current[0]), create=True),
+        patch("torch.cuda.Event", Event),
+    ):
         model().backward()
     awaited = [stream.awaited for stream in streams]
     (event,) = {event for each in awaited for event in each}

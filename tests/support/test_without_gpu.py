@@ -8,7 +8,7 @@ from tests.support.without_gpu import build, record
 
 def test_what_it_is_made_of_is_there() -> None:
     sources = {path.stem for path in build.SOURCES.glob("*.cpp")}
-    assert sources == {*build.OF_CUDART, *build.OF_NCCL, "operations"}
+    assert sources == {*build.OF_CUDART, *build.OF_CUDA, *build.OF_NCCL, "operations"}
     text = (ROOT / "scripts" / "gpu_without_gpu.sh").read_text()
     assert "tests/support/without_gpu/build.py" in text and "tests/support/without_gpu/record.py" in text
     assert "tests.support.without_gpu.installed:install" in text

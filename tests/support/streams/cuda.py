@@ -10,6 +10,7 @@ import torch
 
 from shardopt.domain import remote_states
 from shardopt.offload import pinned
+from shardopt.partition import streams
 from shardopt.remote import serve
 
 from .book import Book
@@ -58,6 +59,9 @@ def stand_in(book: Book) -> Iterator[None]:
         stack.enter_context(patch.object(pinned, "_PAGE", 1))  # what is tiny here stands for whole pages
         for name, value in names.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        for kept in (remote_states._STREAMS, serve._SERVERS):  # the process's own, which know nothing of this book
+        raw = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: id(book.stream), create=True)
+        stack.enter_context(raw)
+        # The process's own, which know nothing of this book.
+        for kept in (streams._STREAMS, remote_states._STREAMS, serve._SERVERS):
             stack.enter_context(patch.dict(kept, clear=True))
         yield

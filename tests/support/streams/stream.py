@@ -13,7 +13,7 @@ class Stream(Agent):
 
     def __init__(self, book: "Book", name: str):
         super().__init__(name)
-        self._book = book
+        self._book, self.device_index = book, 0
 
     def wait_event(self, event: "Event") -> None:
         self.follow(event.clock)

@@ -13,6 +13,10 @@ allow, so a wait that is missing gives wrong numbers, and ranks that wait for ea
 
 What is real: all of PyTorch that runs on the host, Triton's compiler, the compiled kernels of this package. What is
 not: the arithmetic of ATen's kernels, of cuBLAS and cuDNN (the CPU's), the time that anything takes.
+
+With ``WITHOUT_GPU_NULL=1`` the device is a *null device*, for the host's time: launches (ATen's own and those of
+Triton's own launcher), copies, waits and collectives return at once, nothing computes, and what is read of the device
+is zeros. ``runtime/driver`` is what Triton calls of libcuda; ``counts.py`` reads how often the program called what.
 """
 
 import os
@@ -21,6 +25,11 @@ import os
 def is_here() -> bool:
     """True in that environment."""
     return "WITHOUT_GPU_COUNT" in os.environ
+
+
+def is_null() -> bool:
+    """True if nothing computes there."""
+    return os.environ.get("WITHOUT_GPU_NULL") == "1"
 
 
 def sized(full: int, reduced: int) -> int:

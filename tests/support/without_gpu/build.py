@@ -2,8 +2,8 @@
 
 ``python build.py HEADERS``: a folder with the headers of the CUDA runtime, of the version that torch asks for.
 
-The stand-ins of libcudart and libnccl are compiled from ``runtime/``. All other libraries of NVIDIA's that torch is
-linked with (cuBLAS, cuDNN and the like) become stubs: they have the names, and whoever calls one ends the process.
+The stand-ins of libcudart, libnccl and what Triton calls of libcuda are compiled from ``runtime/``. All other libraries
+of NVIDIA's that torch is linked with (cuBLAS, cuDNN and the like) become stubs: functions that do nothing and succeed.
 """
 
 import argparse
@@ -24,10 +24,13 @@ PREFIXES = {
     "libcublas.so.13": "cublas(?!Lt)", "libcublasLt.so.13": "cublasLt", "libcudnn.so.9": "cudnn",
     "libcufft.so.12": "cufft", "libcufile.so.0": "cuFile", "libcupti.so.13": "cupti", "libcurand.so.10": "curand",
     "libcusolver.so.12": "cusolver", "libcusparse.so.12": "cusparse(?!Lt)", "libcusparseLt.so.0": "cusparseLt",
-    "libcuda.so.1": "cu(?!File)[A-Z]", "libnvrtc.so.13": "nvrtc", "libnvshmem_host.so.3": "nvshmem",
+    "libnvrtc.so.13": "nvrtc", "libnvshmem_host.so.3": "nvshmem",
 }  # fmt: skip
-CUDART, NCCL = "libcudart.so.13", "libnccl.so.2"
-OF_CUDART = ("queues", "memory", "copies", "streams", "device")
+CUDART, CUDA, NCCL = "libcudart.so.13", "libcuda.so.1", "libnccl.so.2"
+# What becomes of functions of theirs that torch names and that are not there: its result, and whether it is told.
+NOT_THERE = {CUDART: (801, True), CUDA: (0, False), NCCL: (4, True)}  # not supported; fine; an invalid argument
+OF_CUDART = ("queues", "memory", "copies", "streams", "device", "counts")
+OF_CUDA = ("driver",)
 OF_NCCL = ("board", "communicator", "collectives", "messages", "nccl")
 
 
@@ -37,9 +40,10 @@ def main() -> None:
     headers = parser.parse_args().headers
     LIBRARIES.mkdir(parents=True, exist_ok=True)
     wanted = wanted_names(sorted((TORCH / "lib").glob("*.so")))
+    compile_library(CUDART, OF_CUDART, [f"-I{headers}"], wanted, "(__)?cuda")
     for library, prefix in PREFIXES.items():
         stub(library, {name for name in wanted if re.match(prefix, name)}, wanted)
-    compile_library(CUDART, OF_CUDART, [f"-I{headers}"], wanted, "(__)?cuda")
+    compile_library(CUDA, OF_CUDA, [f"-I{headers}"], wanted, "cu(?!File)[A-Z]")
     compile_library(NCCL, OF_NCCL, [f"-I{headers}", "-lrt"], wanted, "p?nccl")
     compile_operations(headers)
 
@@ -58,26 +62,33 @@ def defined_names(binary: Path) -> set[str]:
 
 def stub(library: str, names: set[str], wanted: dict[str, str]) -> None:
     """A library of functions that return 0, as those do that make a handle, ask for a version or set an option."""
-    source = "".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names)) or "int nothing;\n"
+    source = "typedef void* P;\n" + "".join(stub_of(name) for name in sorted(names))
     by_version = defaultdict(list)
     for name in sorted(names):
         by_version[wanted[name]].append(name)
     versions = "".join(f"{version} {{ global: {'; '.join(of)}; }};\n" for version, of in by_version.items() if version)
-    link(library, ["-w", "-x", "c", "-"], versions, source)
+    link(library, ["-w", "-x", "c", "-", "-x", "none", str(LIBRARIES / CUDART)], versions, source)
+
+
+def stub_of(name: str) -> str:
+    if name == "cublasLtMatmulAlgoGetHeuristic":  # how many ways it found: without one torch takes another function
+        return f"long {name}(P a, P b, P c, P d, P e, P f, P g, int n, P h, int* found) {{ *found = 1; return 0; }}\n"
+    counted = "without_gpu_count(2); " if re.search("gemm|Gemm|cublasLtMatmul$", name) else ""
+    return f"long {name}(void) {{ {counted}return 0; }}\n"
 
 
 def compile_library(library: str, files: Iterable[str], flags: list[str], wanted: dict[str, str], prefix: str) -> None:
     """What it does not have of the names that torch wants returns an error, which says which one it was."""
     paths = [str(SOURCES / f"{file}.cpp") for file in files]
     common = ["-std=c++17", "-O1", "-Wall", "-Wno-unused-result", *paths, *flags]
-    if library == NCCL:
+    if library != CUDART:
         common.append(str(LIBRARIES / CUDART))
     version = f"{library} {{ global: *; }};\n" if library == CUDART else ""
     link(library, common, version)
     missing = {name for name in wanted if re.match(prefix, name)} - defined_names(LIBRARIES / library)
-    code = 801 if library == CUDART else 4  # not supported; an invalid argument
-    tell = 'fprintf(stderr, "[GPU stand-in] %s is not there\\n", __func__)'
-    rest = "".join(f'extern "C" int {name}() {{ {tell}; return {code}; }}\n' for name in sorted(missing))
+    code, is_told = NOT_THERE[library]
+    tell = 'fprintf(stderr, "[GPU stand-in] %s is not there\\n", __func__); ' if is_told else ""
+    rest = "".join(f'extern "C" int {name}() {{ {tell}return {code}; }}\n' for name in sorted(missing))
     link(library, [*common, "-x", "c++", "-"], version, "#include <cstdio>\n" + rest)
 
 

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "communicator.h"
+#include "counts.h"
 
 namespace nccl {
 
@@ -78,6 +79,7 @@ class Collective {
 Result enqueue_collective(Communicator* communicator, board::Call call, const void* send, size_t bytes, void* stream,
                           std::function<void()> finish) {
   if (communicator->is_aborted) return REMOTE;
+  without_gpu_count(counts::COLLECTIVES);
   if (bytes > board::SLOT) {
     set_last_error("more bytes than a slot of the stand-in of NCCL holds");
     return BAD_ARGUMENT;

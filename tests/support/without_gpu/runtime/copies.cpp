@@ -2,10 +2,14 @@
 //
 // From pageable memory the values are taken at once (CUDA stages them); to pageable memory the host waits for the copy.
 // Between pinned memory and the device nothing happens until somebody waits.
+#include <atomic>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
+#include "counts.h"
 #include "runtime.h"
 
 using runtime::Kind;
@@ -19,11 +23,31 @@ cudaError_t refuse_in_muted(const char* what) {
   return told(cudaErrorNotSupported);
 }
 
+// Where memory of a null device holds what was brought there: start and bytes.
+struct Carried {
+  std::mutex mutex;
+  std::map<const char*, size_t> places;
+  std::atomic<bool> any{false};
+};
+Carried& carried() {
+  static auto* one = new Carried;
+  return *one;
+}
+const size_t MOST_CARRIED = 64 << 10;
+
+counts::Call of(Kind source, Kind target) {
+  if (source != Kind::device) return counts::COPIES_TO_DEVICE;
+  return target == Kind::device ? counts::COPIES_ON_DEVICE : counts::COPIES_TO_HOST;
+}
+
 cudaError_t copy(void* into, const void* from, size_t bytes, queues::Stream* stream, bool blocking) {
   if (!bytes) return cudaSuccess;
   Kind source = runtime::place_of(from).kind, target = runtime::place_of(into).kind;
   bool waits = blocking || target == Kind::pageable;
   if (runtime::muted) return waits ? refuse_in_muted("a blocking copy") : cudaSuccess;
+  without_gpu_count(of(source, target));
+  if (blocking) without_gpu_count(counts::HOST_WAITS);  // torch itself waits behind a copy to pageable memory
+  if (runtime::is_null()) return runtime::carry(into, from, bytes), cudaSuccess;
   queues::Operation operation;
   operation.name = "a copy of " + std::to_string(bytes) + " bytes";
   std::shared_ptr<std::vector<char>> staged;
@@ -38,6 +62,8 @@ cudaError_t copy(void* into, const void* from, size_t bytes, queues::Stream* str
 
 cudaError_t fill(void* into, int value, size_t bytes, queues::Stream* stream) {
   if (runtime::muted || !bytes) return cudaSuccess;
+  without_gpu_count(counts::FILLS);
+  if (runtime::is_null()) return cudaSuccess;
   queues::Operation operation;
   operation.name = "a memset of " + std::to_string(bytes) + " bytes";
   operation.advance = [into, value, bytes] { return memset(into, value, bytes), true; };
@@ -46,6 +72,30 @@ cudaError_t fill(void* into, int value, size_t bytes, queues::Stream* stream) {
 }
 
 }  // namespace
+
+void runtime::carry(void* into, const void* from, size_t bytes) {
+  bool is_target = place_of(into).kind == Kind::device, is_source = place_of(from).kind == Kind::device;
+  if (!is_target && !is_source) return (void)memmove(into, from, bytes);
+  std::lock_guard<std::mutex> lock(carried().mutex);
+  auto& places = carried().places;
+  bool is_known = !is_source;
+  if (is_source) {
+    auto after = places.upper_bound((const char*)from);
+    is_known = after != places.begin() && (const char*)from + bytes <= std::prev(after)->first + std::prev(after)->second;
+  }
+  if (!is_target) return (void)(is_known ? memmove(into, from, bytes) : memset(into, 0, bytes));
+  if (!is_known || bytes > MOST_CARRIED) return (void)places.erase((const char*)into);
+  memmove(into, from, bytes);
+  places[(const char*)into] = bytes;
+  carried().any = true;
+}
+
+void runtime::forget_carried() {
+  if (!carried().any.load(std::memory_order_relaxed)) return;
+  std::lock_guard<std::mutex> lock(carried().mutex);
+  carried().places.clear();
+  carried().any = false;
+}
 
 extern "C" {
 cudaError_t cudaMemcpy(void* into, const void* from, size_t bytes, cudaMemcpyKind) {

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "counts.h"
 #include "runtime.h"
 
 using runtime::told;
@@ -24,6 +25,8 @@ std::map<const void*, std::string>& kernels() {
 // PyTorch's kernels are machine code of GPUs. operations.cpp carries out the operation that a launch belongs to; a launch
 // that belongs to none would leave memory as it is, and is a failure.
 cudaError_t launch(const void* function) {
+  without_gpu_count(counts::LAUNCHES);
+  if (runtime::is_null()) return runtime::forget_carried(), cudaSuccess;
   if (runtime::muted) return cudaSuccess;
   std::lock_guard<std::mutex> lock(mutex);
   auto found = kernels().find(function);
@@ -71,8 +74,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* into, int) {
 }
 cudaError_t cudaDeviceGetAttribute(int* into, cudaDeviceAttr which, int) {
   static const std::map<int, int> known = {{cudaDevAttrMultiProcessorCount, 132}, {cudaDevAttrWarpSize, 32},
-      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrComputeCapabilityMajor, 9},
-      {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448}};
+      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxRegistersPerBlock, 65536},
+      {cudaDevAttrComputeCapabilityMajor, 9}, {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448}};
   auto found = known.find(which);
   *into = found == known.end() ? 0 : found->second;
   return cudaSuccess;

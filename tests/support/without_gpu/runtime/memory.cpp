@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "counts.h"
 #include "runtime.h"
 
 using runtime::Kind;
@@ -38,8 +39,9 @@ cudaError_t take(void** into, size_t bytes, Kind kind, int device) {
   if (kind == Kind::device && used[device] + bytes > limit()) return told(cudaErrorMemoryAllocation);
   char* start = (char*)map_pages(bytes);
   if (!start) return told(cudaErrorMemoryAllocation);
+  without_gpu_count(kind == Kind::device ? counts::DEVICE_ALLOCATIONS : counts::PINNED_ALLOCATIONS);
   if (kind == Kind::device) {
-    memset(start, 0xff, bytes);
+    if (!runtime::is_null()) memset(start, 0xff, bytes);
     used[device] += bytes;
   }
   places()[start] = {kind, device, start, bytes};
@@ -94,6 +96,7 @@ cudaError_t cudaFreeHost(void* address) { return drop(address, -1); }
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   if (getenv("WITHOUT_GPU_NO_PINNING")) return told(cudaErrorNotSupported);
   if (runtime::place_of(address).kind != Kind::pageable) return told(cudaErrorHostMemoryAlreadyRegistered);
+  without_gpu_count(counts::PINNED_ALLOCATIONS);
   std::lock_guard<std::mutex> lock(mutex);
   places()[(char*)address] = {Kind::pinned, runtime::current_device(), (char*)address, bytes};
   return cudaSuccess;

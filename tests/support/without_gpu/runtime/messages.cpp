@@ -2,6 +2,8 @@
 #include <cstring>
 
 #include "communicator.h"
+#include "counts.h"
+#include "runtime.h"
 
 namespace nccl {
 
@@ -35,6 +37,8 @@ uint64_t next(Communicator* communicator, uint64_t& count, Points& points) {
 
 Result enqueue_send(Communicator* communicator, const void* from, size_t bytes, int peer, void* stream) {
   if (communicator->is_aborted) return REMOTE;
+  without_gpu_count(counts::COLLECTIVES);
+  if (runtime::is_null()) return OK;
   if (bytes > board::LETTER) return BAD_ARGUMENT;
   auto& points = communicator->sent[peer];
   uint64_t number = next(communicator, communicator->sends[peer], points);
@@ -56,6 +60,8 @@ Result enqueue_send(Communicator* communicator, const void* from, size_t bytes, 
 
 Result enqueue_receive(Communicator* communicator, void* into, size_t bytes, int peer, void* stream) {
   if (communicator->is_aborted) return REMOTE;
+  without_gpu_count(counts::COLLECTIVES);
+  if (runtime::is_null()) return OK;
   auto& points = communicator->received[peer];
   uint64_t number = next(communicator, communicator->receives[peer], points);
   auto advance = [=] {

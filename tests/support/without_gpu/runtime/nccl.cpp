@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "communicator.h"
+#include "counts.h"
 #include "runtime.h"
 
 using namespace nccl;
@@ -75,8 +76,24 @@ uint64_t next(Communicator* communicator) {
   return communicator->enqueued + 1;
 }
 
+// A rank of a null device meets nobody: its board is its own.
+Communicator* alone(const std::string& name, int size, int rank) {
+  auto* made = new Communicator(name + "-" + std::to_string(rank), 0, 1, runtime::current_device());
+  made->shared.unlink();
+  made->size = size, made->rank = rank;
+  return made;
+}
+
+// A collective of a null device: all ranks hold what this one holds.
+Result alike(void* into, const void* send, size_t bytes, int copies = 1) {
+  without_gpu_count(counts::COLLECTIVES);
+  for (int i = 0; i < copies; i++) runtime::carry((char*)into + i * bytes, send, bytes);
+  return OK;
+}
+
 Result open(Communicator** into, const std::string& name, int size, int rank) {
   try {
+    if (runtime::is_null()) return *into = alone(name, size, rank), OK;
     auto* made = new Communicator(name, rank, size, runtime::current_device());
     if (!made->shared.meet()) {
       set_last_error("not all ranks came to make " + name + made->report());
@@ -116,6 +133,7 @@ Result ncclCommInitRankScalable(Communicator** into, int size, int rank, int, Id
   return open(into, ids[0].text, size, rank);
 }
 Result ncclCommSplit(Communicator* of, int color, int key, Communicator** into, void*) {
+  if (runtime::is_null()) return set_last_error("a null device splits no communicator"), BAD_USAGE;
   static std::atomic<int> count{0};
   auto& own = of->shared->members[of->rank];
   own.color = color, own.key = key;
@@ -152,6 +170,7 @@ Result ncclGroupEnd() { return end_group(); }
 
 Result ncclAllGather(const void* send, void* into, size_t count, int type, Communicator* of, void* stream) {
   size_t bytes = count * WIDTHS[type];
+  if (runtime::is_null()) return alike(into, send, bytes, of->size);
   uint64_t number = next(of);
   return enqueue_collective(of, {ALL_GATHER, type, 0, 0, count}, send, bytes, stream, [=] {
     for (int rank = 0; rank < of->size; rank++) memcpy((char*)into + rank * bytes, of->shared.slot(rank, number), bytes);
@@ -159,22 +178,26 @@ Result ncclAllGather(const void* send, void* into, size_t count, int type, Commu
 }
 Result ncclReduceScatter(const void* send, void* into, size_t count, int type, int reduction, Communicator* of, void* stream) {
   size_t bytes = count * WIDTHS[type];
+  if (runtime::is_null()) return alike(into, (const char*)send + of->rank * bytes, bytes);
   uint64_t number = next(of);
   return enqueue_collective(of, {REDUCE_SCATTER, type, reduction, 0, count}, send, bytes * of->size, stream,
                             [=] { reduce(into, slots(of, number, of->rank * bytes), count, type, reduction); });
 }
 Result ncclAllReduce(const void* send, void* into, size_t count, int type, int reduction, Communicator* of, void* stream) {
+  if (runtime::is_null()) return alike(into, send, count * WIDTHS[type]);
   uint64_t number = next(of);
   return enqueue_collective(of, {ALL_REDUCE, type, reduction, 0, count}, send, count * WIDTHS[type], stream,
                             [=] { reduce(into, slots(of, number), count, type, reduction); });
 }
 Result ncclReduce(const void* send, void* into, size_t count, int type, int reduction, int root, Communicator* of, void* stream) {
+  if (runtime::is_null()) return alike(into, send, count * WIDTHS[type]);
   uint64_t number = next(of);
   return enqueue_collective(of, {REDUCE, type, reduction, root, count}, send, count * WIDTHS[type], stream, [=] {
     if (of->rank == root) reduce(into, slots(of, number), count, type, reduction);
   });
 }
 Result ncclBroadcast(const void* send, void* into, size_t count, int type, int root, Communicator* of, void* stream) {
+  if (runtime::is_null()) return alike(into, send, count * WIDTHS[type]);
   uint64_t number = next(of);
   return enqueue_collective(of, {BROADCAST, type, 0, root, count}, of->rank == root ? send : nullptr, count * WIDTHS[type],
                             stream, [=] { memcpy(into, of->shared.slot(root, number), count * WIDTHS[type]); });
@@ -184,6 +207,7 @@ Result ncclBcast(void* both, size_t count, int type, int root, Communicator* of,
 }
 Result ncclAlltoAll(const void* send, void* into, size_t count, int type, Communicator* of, void* stream) {
   size_t bytes = count * WIDTHS[type];
+  if (runtime::is_null()) return alike(into, send, bytes * of->size);
   uint64_t number = next(of);
   return enqueue_collective(of, {ALL_TO_ALL, type, 0, 0, count}, send, bytes * of->size, stream, [=] {
     for (int rank = 0; rank < of->size; rank++)

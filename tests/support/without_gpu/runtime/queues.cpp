@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -242,6 +243,7 @@ bool has_ended(const Point& point) {
 }
 
 bool wait(const std::vector<Point>& points) {
+  if (std::all_of(points.begin(), points.end(), has_ended)) return failure().empty();
   WithoutInterpreterLock without;
   Lock lock(device().mutex);
   if (std::this_thread::get_id() == device().thread) {

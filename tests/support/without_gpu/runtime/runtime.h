@@ -18,6 +18,16 @@ inline int device_count() {
   static const int count = text ? atoi(text) : 1;
   return count;
 }
+// A null device: launches, copies, waits and collectives return at once. What is read of it is zeros; only what a small
+// copy has brought there is read as it was brought, until the next launch: so ranks tell each other what they need.
+inline bool is_null() {
+  static const char* text = getenv("WITHOUT_GPU_NULL");
+  static const bool found = text && atoi(text);
+  return found;
+}
+// Of a null device: a copy, to or from it or within; and a launch.
+void carry(void* into, const void* from, size_t bytes);
+void forget_carried();
 queues::Stream* stream_of(cudaStream_t handle);
 // The host waits: an error of the runtime after a failure.
 cudaError_t waited(bool has_ended);

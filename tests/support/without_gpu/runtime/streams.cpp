@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "counts.h"
 #include "runtime.h"
 
 using queues::Point;
@@ -32,9 +33,11 @@ bool is_watchdog() {
 // Somebody who asks again and again, and does nothing else, waits, too: the operation is demanded then. Not so torch's
 // watchdog, or an allocator that asks in passing and whose thread goes on.
 cudaError_t is_done(const Point& point) {
+  static thread_local const bool hopes = is_watchdog();
+  if (!hopes) without_gpu_count(counts::EVENT_QUERIES);
+  if (runtime::is_null()) return cudaSuccess;
   if (!queues::failure().empty()) return waited(false);
   if (queues::has_ended(point)) return cudaSuccess;
-  static thread_local const bool hopes = is_watchdog();
   static thread_local Point asked;
   static thread_local uint64_t times = 0, enqueued = 0;
   bool is_another = asked.stream != point.stream || asked.position != point.position;
@@ -72,10 +75,16 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     queues::fail(std::string("the code of ") + runtime::muted + " waits for a stream: operations.cpp needs to know it");
     return told(cudaErrorNotSupported);
   }
+  without_gpu_count(counts::HOST_WAITS);
   return waited(queues::wait({queues::end_of(stream_of(stream))}));
 }
-cudaError_t cudaDeviceSynchronize() { return waited(queues::wait_for_device(runtime::current_device())); }
+cudaError_t cudaDeviceSynchronize() {
+  without_gpu_count(counts::HOST_WAITS);
+  return waited(queues::wait_for_device(runtime::current_device()));
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  without_gpu_count(counts::STREAM_WAITS);
+  if (runtime::is_null()) return cudaSuccess;
   Point point = point_of(event);
   if (!point.stream || runtime::muted) return cudaSuccess;  // never recorded: nothing to wait for
   queues::Operation operation;
@@ -96,6 +105,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  without_gpu_count(counts::EVENT_RECORDS);
   *(Event*)event = {queues::end_of(stream_of(stream)), std::chrono::steady_clock::now()};
   return cudaSuccess;
 }
@@ -103,7 +113,10 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) { return is_done(point_of(event)); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return waited(queues::wait({point_of(event)})); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  without_gpu_count(counts::HOST_WAITS);
+  return waited(queues::wait({point_of(event)}));
+}
 // Of the host's calls: nothing here takes the time that a GPU takes.
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t first, cudaEvent_t last) {
   auto between = ((Event*)last)->recorded - ((Event*)first)->recorded;
@@ -123,6 +136,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* into
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  if (runtime::is_null()) return function(argument), cudaSuccess;
   queues::Operation operation;
   operation.name = "a function of the host";
   operation.advance = [function, argument] { return function(argument), true; };
