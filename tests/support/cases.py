@@ -3,6 +3,7 @@
 A new optimizer is one row of ``CASES``.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -330,5 +331,9 @@ def fill_gradients(params: Iterable[Tensor], kind: str, step: int, rank: int = 0
     """Give each param that asks for one the gradient of this step and rank, the same in every run."""
     for index, param in enumerate(params):
         if param.requires_grad:
-            generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 1_009 + index)
-            param.grad = GRADIENTS[kind](param.shape, generator).to(param)
+            param.grad = _gradient(kind, param.shape, step * 1_000_003 + rank * 1_009 + index).to(param, copy=True)
+
+
+@functools.lru_cache(maxsize=1000)
+def _gradient(kind: str, shape: torch.Size, seed: int) -> Tensor:
+    return GRADIENTS[kind](shape, torch.Generator().manual_seed(seed))

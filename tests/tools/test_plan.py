@@ -163,7 +163,11 @@ def by_turns(ways: Sequence[Way], world: int) -> Sequence[Way]:
 
 def of_formats(ways: Sequence[Way], world: int, ranks: Pool, directory: str) -> None:
     ranks.run(plans_are_what_is_held, ShardedAdamW, {}, ways, directory, world=world)
-    adagrad = [way for way in ways if way.has_module and way.stage == 2]  # its sums stay in fp32
+
+
+def of_adagrad(ways: Sequence[Way], world: int, ranks: Pool, directory: str) -> None:
+    """Its sums stay in fp32."""
+    adagrad = [way for way in ways if way.has_module and way.stage == 2]
     ranks.run(plans_are_what_is_held, ShardedAdagrad, {}, adagrad, directory, world=world)
 
 
@@ -180,6 +184,8 @@ def test_plans_are_what_is_held(world: int, ranks: Pool, tmp_path: Path) -> None
 @pytest.mark.parametrize("world", WORLDS)
 def test_plans_of_formats_and_tiers(world: int, ranks: Pool, tmp_path: Path) -> None:
     of_formats(by_turns(ways_with_formats(), world), world, ranks, str(tmp_path))
+    if world == 2:
+        of_adagrad(by_turns(ways_with_formats(), world), world, ranks, str(tmp_path))
 
 
 @pytest.mark.slow
@@ -188,6 +194,7 @@ def test_all_plans_are_what_is_held(world: int, ranks: Pool, tmp_path: Path) -> 
     ranks.run(plans_are_what_is_held, ShardedAdamW, {}, WAYS, str(tmp_path), world=world)
     ranks.run(plans_are_what_is_held, ShardedSGD, {"momentum": 0.9}, WAYS, str(tmp_path), world=world)
     of_formats(ways_with_formats(), world, ranks, str(tmp_path))
+    of_adagrad(ways_with_formats(), world, ranks, str(tmp_path))
 
 
 def need_of(stage: int, ranks: int, numel: int = 10_000_000, dtype: torch.dtype = torch.bfloat16) -> Need:
