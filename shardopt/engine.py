@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .bindings import Bindings
+from .domain.hyperparameters import plain_numbers
 from .domain.masters import refresh_masters
 from .domain.sleep import wake
 from .domain.unsharded import check_not_unsharded, resharded
 from .errors import BindingError, CommunicationError, StateError
 from .module.closure import RaiseNow
+from .module.hooks import call_while_alive
 from .module.takeover import ModuleTakeover
 from .partition.comm.together import Relay
 from .states.consolidate import consolidate, rank_to_gather_on
@@ -35,9 +37,11 @@ if TYPE_CHECKING:
     from .domain.domain import Domain
     from .domain.param import Group
     from .domain.param_state import ParamState
+    from .domain.shard import Shard
     from .module.round_gradients import Release
     from .partition.comm.group import Ranks
     from .rules import Rule
+    from .step.launches import Launch
     from .step.step import Outcome, Planners
 
 # The engines of this process, oldest first: optimizers of one module read each other's params, and DDP's join() finds
@@ -145,6 +149,14 @@ class Engine(Bindings):
 
     # -- the step --------------------------------------------------------------------------------------------------
 
+    def _make_domain(self, group: Any) -> Domain:
+        domain, offload = super()._make_domain(group), self.options.offload_options
+        if offload is not None and offload.early_bytes:
+            from .step.early import EarlyUpdates  # where it is asked for: a fresh process imports no more than it uses
+
+            domain.early = EarlyUpdates(offload.early_bytes, call_while_alive(Engine._plan_ahead, self, otherwise={}))
+        return domain
+
     def _make_release(self, domain: Domain) -> Release | None:
         if not self.options.release_gradients:
             return None
@@ -166,6 +178,14 @@ class Engine(Bindings):
 
         self.release = UpdateInBackward(domain, begin, took_step)
         return self.release
+
+    def _plan_ahead(self) -> Mapping[Shard, Sequence[Launch]]:
+        """Returns the launches of the coming step, before its gradients have come, as far as they are known."""
+        main = self.domain
+        if main is None or len(self.domains) > 1 or main not in self.planners:
+            return {}
+        groups = self.local_groups()
+        return self.planners[main].launches_ahead(groups, [plain_numbers(group) for group in groups])
 
     def step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         """Collective: one step. Returns what the closure returned.

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..arguments import flag, number, path, word
+from ..arguments import flag, number, path, whole, word
 from ..option import check_fields, option
 
 
@@ -57,6 +57,9 @@ class Offload:
         fraction: of the bytes of masters and states that is offloaded. The rest stays on the device: that of the first
             buckets of backward, whole ones. ``"auto"`` offloads all of them, and after the second step takes back as
             much as every rank's device has room for.
+        early_bytes: of copies of states and params, which a backward updates as soon as a bucket is reduced; the step
+            takes them if nothing changed what they were made of, else it updates as it does without. With the module,
+            states in host memory, and params on a CPU. 0: the step makes all updates. ``opt.timings()`` counts them.
         pin_memory: True to register host memory with the GPU, where there is one.
     """
 
@@ -86,6 +89,13 @@ class Offload:
         'on the device; `"auto"`: as many stay as there is room for after the second step',
         _fraction,
     )
+    early_bytes: int = option(
+        0,
+        "bytes of copies of states and params that a backward updates for the step to take, as soon as a bucket is "
+        "reduced ([early updates](offload.md#early-updates)); 0: none",
+        partial(whole, least=0),
+        local="each rank updates its own slice, early or not, with the same bits",
+    )
     pin_memory: bool = option(
         True, "register host memory with the GPU, where there is one", flag, local="it is this rank's host memory"
     )
@@ -97,6 +107,13 @@ class Offload:
                 f"give both the same directory, found Offload.params={os.fspath(self.params or '')!r} and "
                 f"Offload.states={os.fspath(self.states)!r}: a disk takes params together with masters and states, "
                 "so that a step that fails changes neither; in two places one could fail alone."
+            )
+
+        if self.early_bytes and self.states != "cpu":
+            raise ValueError(
+                f"give Offload.states='cpu', or omit Offload.early_bytes={self.early_bytes}: a file keeps what a step "
+                "writes only once all ranks have written theirs, and a backward cannot write to it, found "
+                f"Offload.states={os.fspath(self.states)!r}."
             )
 
     @property

@@ -382,6 +382,27 @@ class Options:
                 f"give stage=3, or omit Offload(params={os.fspath(given.params)!r}): at stage {self.stage} params are "
                 "whole on every rank, so it would have no effect."
             )
+        if given is not None and given.early_bytes:
+            self._check_early(given)
+
+    def _check_early(self, given: Offload) -> None:
+        asked = f"Offload(early_bytes={given.early_bytes})"
+        if self.module is None or self.stage == 0:
+            raise ValueError(
+                f"hand the module over at stage 1, 2 or 3, or omit {asked}: updates in backward begin with the sum of "
+                f"this rank's slice of a bucket, which shardopt does not make at stage {self.stage}"
+                f"{' without the module' * (self.module is None)}, so it would have no effect."
+            )
+        if self.release_gradients:
+            raise ValueError(
+                f"omit {asked}, or release_gradients: with released gradients each bucket is updated in backward "
+                "anyway, and no step takes anything, so it would have no effect."
+            )
+        if given.params is not None:
+            raise ValueError(
+                f"omit {asked}, or Offload(params={os.fspath(given.params)!r}): forward and backward read params "
+                "where the update would put them before the step."
+            )
 
     def _check_release(self) -> None:
         asked = "release_gradients=True was given"

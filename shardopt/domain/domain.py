@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ..tensors.inner_tensors import Inner
     from ..units.gatherer import Gatherer
     from .dtensors import DTensorLocals
+    from .early import Early
     from .param import Candidate, Group, ParamRecord
     from .remote_states import RemoteStates
     from .shard import Shard
@@ -111,6 +112,7 @@ class Domain:
     ============================================  ==========================================
     ``entries``, ``shards``, ``links``            :meth:`adopt`, by bind; :meth:`drop_left`; :meth:`release`
     ``store``, ``near``, the homes of the shards  :meth:`move_to`, :meth:`take_back`
+    ``early``                                     made with the backward; :meth:`release`
     ``awaits_room``                               :func:`.staying.fill_device`
     ``is_away``                                   :func:`.relocate.move_states`
     ``steps_agreed``                              :meth:`count_step`
@@ -163,6 +165,7 @@ class Domain:
         self._listed: ListedParams | None = None
         self.whole_contexts = 0  # how many ``unsharded()`` contexts are open, but for those of averages
         self.exact: ShowsExact | None = None  # in ``unsharded()`` with ``compute_dtype``
+        self.early: Early | None = None  # where buckets are updated in backward for a step to come
         self.overlapped_gather: OverlappedGather | None = None
         self._to_mates: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
@@ -442,6 +445,8 @@ class Domain:
         self, store: Store, near: Store | None, homes: Sequence[ShardStorage]
     ) -> tuple[Store, list[ShardStorage]]:
         """Sets the stores, and the homes of the stored shards. Returns the store and the homes from before."""
+        if self.early is not None:
+            self.early.free()
         before, self._store, self.near = self.store, store, near
         homes_before = [shard.home for shard in self.stored_shards]
         for shard, home in zip(self.stored_shards, homes, strict=True):
@@ -478,6 +483,7 @@ class Domain:
         if links is not None:  # its transports stay: a state dict taken before may still be read
             self.links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
         self._store, self.near, self.shards, self.entries, self._listed = None, None, [], {}, None
+        self.early = None
 
     def _exact(self, shard: Shard) -> torch.Tensor | None:
         """Collective: returns the exact values of a bucket that holds rounded ones; None once another rank is gone."""
@@ -534,7 +540,8 @@ class Domain:
 
     def timings(self) -> Timings:
         rank = dist.get_rank() if dist.is_initialized() else 0  # of the whole training: traces are shown together
-        return self.clock.read(rank, None if self._store is None else self._store.note)
+        notes = [None if self._store is None else self._store.note, self.early and str(self.early)]
+        return self.clock.read(rank, "\n".join(filter(None, notes)) or None)
 
     def end_step(self) -> None:
         """Marks the end of a step on this rank."""
@@ -542,9 +549,12 @@ class Domain:
         if self.remote is not None:
             self.remote.end_step()
         self.epoch.end_step()
+        if self.early is not None:
+            self.early.end_step()
 
     def retire(self) -> None:
         """Ends this rank's reading: the optimizer is gone. Other ranks may still read its states."""
+        self.early = None  # it refers to slices of gradients, which would keep this domain alive
         with suppress(CommunicationError):  # raised where a param is read
             self.finish_gather()
         if self.links is not None and self.links.remote is not None:

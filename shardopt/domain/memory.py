@@ -45,6 +45,8 @@ def memory_of(
         _add_reducer(found, domain, "host" if offload is not None and offload.gradients == "cpu" else "device")
         if domain.shards:
             found["buffer"].update(domain.store.buffer_bytes)
+            if domain.early is not None:
+                found["buffer"].update(domain.early.nbytes)
             if domain.kept.spare_bytes:
                 found["buffer"]["host"] += domain.kept.spare_bytes
     return {kind: dict(tiers) for kind, tiers in found.items()}

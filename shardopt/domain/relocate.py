@@ -107,8 +107,7 @@ def copy_streams(shard: Shard, new: ShardStorage) -> None:
     bounds = [(0, shard.numel)]
     if _is_with_params(old) and _is_with_params(new):
         assert isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage)
-        new.streams.update(old.streams)  # the tensors stay
-        new.planes.update(old.planes)
+        new.take_streams(old)
         return
     if not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):
         bounds = _few_at_a_time(new.chunks())  # from disk to disk: a few chunks at a time pass through memory

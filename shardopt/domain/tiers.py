@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _DISK_SECONDS = 300.0
 
 
+_OF_COPIES = "omit early_bytes=, or give a process_group of one dimension"
+
+
 def tier_of(offload: Offload | None) -> str:
     """Returns "device", "host" or "disk"."""
     if offload is None:
@@ -63,8 +66,9 @@ def for_updates(offload: Offload | None, device: torch.device, in_backward: bool
 
     Those run on a GPU: a backward would wait for a CPU, bucket after bucket.
     """
-    is_free = offload is not None and offload.directory is None and offload.step == "auto"
-    return replace(offload, step="gpu") if offload and is_free and in_backward and device.type != "cpu" else offload
+    if offload is None or offload.directory is not None or offload.step != "auto" or device.type == "cpu":
+        return offload
+    return replace(offload, step="gpu") if in_backward or offload.early_bytes else offload
 
 
 def make_near_store(offload: Offload, device: torch.device, beside: Store) -> Store:
@@ -134,11 +138,18 @@ def check_offload(offload: Offload | None, device: torch.device, copies: int = 1
     if device.type == "cpu":
         if offload.step == "gpu":
             call, wrong = "omit step=, or move the model to a GPU", "step='gpu' has none to run on"
+        elif offload.early_bytes and copies > 1:
+            call, wrong = _OF_COPIES, f"sums of gradients are added up over {copies} copies of the states at its end"
     elif in_backward and (offload.directory is not None or offload.step == "cpu"):
         call = "give offload=Offload(step='gpu'), or omit release_gradients or offload"
         wrong = "buckets are updated in backward, which would wait for the CPU that updates them, one after the other"
     elif offload.directory is not None and offload.step == "gpu":
         call, wrong = "omit step=, or give states='cpu'", "what is read from a disk is updated by the CPU"
+    elif offload.early_bytes and (offload.step == "cpu" or offload.gradients is not None):
+        call = "omit early_bytes=, or step='cpu' and gradients="
+        wrong = "a backward would wait for sums that come to the host, and for the CPU that updates with them"
+    elif offload.early_bytes and copies > 1:
+        call, wrong = _OF_COPIES, f"sums of gradients are added up over {copies} copies of the states at its end"
     elif offload.gradients is not None and copies > 1:
         call = "omit gradients=, or give a process_group of one copy"
         wrong = f"sums of gradients are added up over {copies} copies of the states on the GPU, all of them at once"

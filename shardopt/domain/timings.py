@@ -21,6 +21,7 @@ PHASES = {
     "agree": "comparing the step with the other ranks",
     "fetch": "waiting for offloaded states",
     "margins": "squares over rows and columns, summed over all ranks, where the rule has them",
+    "early": "updates in backward, and what of them the step takes: Offload(early_bytes=)",
     "update": "the kernels",
     "matrices": "the function of each whole matrix, where the rule has one",
     "write back": "returning states to where they are offloaded",

@@ -154,6 +154,7 @@ class RoundGradients:
         where = [(entry.shard.bucket.layout, entry.index) for entry in self.entries]
         self.layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
         self.reducer.on_sum = call_while_alive(RoundGradients.take_sum, self)
+        self.reducer.shows_sums = self.domain.early is not None
 
     def detach(self) -> None:
         """Removes all hooks: gradients are autograd's own again."""
@@ -172,6 +173,8 @@ class RoundGradients:
         if self.weights.is_on:
             # Sums stay sums while tokens are added, and are measured as sums: the total is known behind the report.
             divisor, self._divisor = self.weights.divisor, 1
+        if self.domain.early is not None:
+            self.domain.early.begin_round()
         held: list[set[int]] = [set() for _ in self.reducer.buckets]
         absent: list[set[int]] = [set() for _ in self.reducer.buckets]
         fresh: list[int] = []  # gradients that begin anew
@@ -217,7 +220,7 @@ class RoundGradients:
             reducer.start_completed()
 
     def take_sum(self, number: int, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
-        """Takes the sum of a bucket that does not stay on the device, as soon as it is complete.
+        """Takes the sum of a bucket as soon as it is complete: one that does not stay on the device, or is used early.
 
         Args:
             total: 1D on the device, at least as long as this rank's slice.
@@ -226,6 +229,10 @@ class RoundGradients:
         shard = self._buckets[number].shard
         if self.release is not None:
             self.release.take_sum(shard, total, arrived, self._totals)
+            return
+        if not shard.gradient_sum.is_on_host:
+            if self.domain.early is not None:
+                self.domain.early.update(self.domain, shard, self._divisor)
             return
         where = shard, total.data_ptr()
         if where not in self._staged:

@@ -210,6 +210,9 @@ class Rounds:
             self.abandon("zero_grad() was called in the middle of it")
         self._lost, self._is_fresh = None, True
         self.weights.forget()
+        for each in self.parts:
+            if each.domain.early is not None:
+                each.domain.early.forget()
         for entry in self.entries:
             own = entry.gradient_slice
             if own is not None:

@@ -7,7 +7,7 @@ where it takes less time (``measured.py``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from .store import Fetched, ResidentStorage, Store
 
 if TYPE_CHECKING:
     from .pinned import Pages
-    from .store import Chunk, Plane
+    from .store import Chunk
     from .streams import CopyStreams, Mark
 
 _FP32 = 4  # bytes
@@ -28,34 +28,13 @@ class HostStorage(ResidentStorage):
     def __init__(self, store: HostStore, numel: int):
         super().__init__(numel, store.pages.zeros, store.tier, torch.device("cpu"))
         self._store = store
-        self.revision = 0  # counts what may have changed the streams, but for updates through a ring
-        self._is_shown = False  # others may hold views of the streams, and write to them
-        self._alone: dict[int, int] = {}  # address of a stream -> references to its storage while nobody holds a view
-
-    @property
-    def is_shown(self) -> bool:
-        """True while somebody may hold a view of a stream that was read."""
-        if self._is_shown:
-            streams = self.streams.values()
-            self._is_shown = any(_num_references(each) > self._alone[each.data_ptr()] for each in streams)
-        return self._is_shown
-
-    def _fresh(self, plane: Plane) -> torch.Tensor:
-        fresh = super()._fresh(plane)
-        self._alone[fresh.data_ptr()] = _num_references(fresh)
-        return fresh
 
     def chunks(self) -> Sequence[tuple[int, int]]:
         numel = self._store.chunk_numel
         return [(start, min(start + numel, self._numel)) for start in range(0, self._numel, numel)]
 
-    def view(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Like ``read``, but does not wait: the caller knows which copies are under way."""
-        return super().read(name, start, stop)
-
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         self._store.wait_for_copies()
-        self.revision, self._is_shown = self.revision + 1, True
         return super().read(name, start, stop)
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
@@ -63,19 +42,20 @@ class HostStorage(ResidentStorage):
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         self._store.wait_for_copies()
-        self.revision += 1
         super().write(name, start, values)
 
     def renew(self, zeroed: Collection[str]) -> None:
         self._store.wait_for_copies()
-        self.revision += 1
         before = list(self.streams.values())
         super().renew(zeroed)
         self._store.pages.give_back(before)
 
+    def give_up(self, others: Mapping[str, torch.Tensor]) -> None:
+        self._store.wait_for_copies()
+        self._store.pages.give_back(others.values())
+
     def release(self) -> None:
         self._store.wait_for_copies()
-        self.revision += 1
         self._store.pages.keep(list(self.streams.values()))
         super().release()
 
@@ -139,10 +119,6 @@ class HostStore(Store):
     def close(self) -> None:
         for home in list(self._homes):
             home.release()
-
-
-def _num_references(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def views_of(chunk: Chunk) -> list[torch.Tensor]:

@@ -150,8 +150,9 @@ class RingStore(Store):
     def write_back(self, chunk: Chunk) -> None:
         if _moves(chunk):
             slot = self._staged.pop(chunk)
-            pairs = zip(chunk.names, views_of(chunk), slot.staged, strict=False)  # without the gradients
-            copies = [(on_host, staged) for name, on_host, staged in pairs if name not in chunk.unwritten]
+            on_host = views_of(chunk) if chunk.beside is None else map(chunk.beside.__getitem__, chunk.names)
+            pairs = zip(chunk.names, on_host, slot.staged, strict=False)  # without the gradients
+            copies = [(into, staged) for name, into, staged in pairs if name not in chunk.unwritten]
             slot.mark = self._stored = self._streams.to_host(copies, self._streams.now())
             self._num_stored += 1
             slot.number = self._num_stored

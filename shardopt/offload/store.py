@@ -121,6 +121,8 @@ class Chunk:
     gradients: tuple[torch.Tensor, ...] = ()
     written: tuple[slice, ...] = ()  # elements whose params are copied back to the device, if updates_on_host
     unwritten: frozenset[str] = frozenset()  # streams that the update leaves as they are
+    # By name, each 1D: what is written in place of the streams of the home, which are read; None: the streams.
+    beside: Mapping[str, torch.Tensor] | None = None
 
 
 class Fetched(NamedTuple):
@@ -203,7 +205,11 @@ class Store(Protocol):
 
 
 class ResidentStorage:
-    """The streams of a shard as tensors in memory."""
+    """The streams of a shard as tensors in memory.
+
+    Attributes:
+        revision: counts what may have changed the streams, but for updates.
+    """
 
     updates_on_host = False
 
@@ -211,9 +217,22 @@ class ResidentStorage:
         self._numel, self._zeros, self.tier, self.device = numel, zeros, tier, device
         self.planes: dict[str, Plane] = {}
         self.streams: dict[str, torch.Tensor] = {}
+        self.revision = 0
+        self._is_shown = False  # others may hold views of the streams, and write to them
+        self._alone: dict[int, int] = {}  # address of a stream -> references to its storage while nobody holds a view
+
+    @property
+    def is_shown(self) -> bool:
+        """True while somebody may hold a view of a stream that was read."""
+        if self._is_shown:
+            streams = self.streams.values()
+            self._is_shown = any(_num_references(each) > self._alone[each.data_ptr()] for each in streams)
+        return self._is_shown
 
     def _fresh(self, plane: Plane) -> torch.Tensor:
-        return self._zeros(plane.items(self._numel), plane.dtype)
+        fresh = self._zeros(plane.items(self._numel), plane.dtype)
+        self._alone[fresh.data_ptr()] = _num_references(fresh)
+        return fresh
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -231,14 +250,20 @@ class ResidentStorage:
     def chunks(self) -> Sequence[tuple[int, int]]:
         return ((0, self._numel),)
 
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def view(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Like ``read``, for who neither keeps it nor waits: the caller knows which copies are under way."""
         plane = self.planes[name]
         return self.streams[name][start // plane.grain : plane.items(stop)]
 
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.revision, self._is_shown = self.revision + 1, True
+        return self.view(name, start, stop)
+
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
-        into.copy_(self.read(name, start, start + into.numel() * self.planes[name].grain))
+        into.copy_(self.view(name, start, start + into.numel() * self.planes[name].grain))
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        self.revision += 1
         first = start // self.planes[name].grain
         self.streams[name][first : first + values.numel()].copy_(values)
 
@@ -248,12 +273,40 @@ class ResidentStorage:
             start += piece.numel() * self.planes[name].grain
 
     def renew(self, zeroed: Collection[str]) -> None:
+        self.revision += 1
         for name, stream in self.streams.items():
             fresh = self._fresh(self.planes[name])
             self.streams[name] = fresh if name in zeroed else fresh.copy_(stream)
 
     def release(self) -> None:
+        self.revision += 1
         self.streams = {}
+
+    # -- streams beside them, for updates that nobody sees yet ----------------------------------------------------
+
+    def beside(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Makes streams like those of these names, for :meth:`exchange`."""
+        return {name: self._fresh(self.planes[name]) for name in names}
+
+    def exchange(self, others: dict[str, torch.Tensor]) -> None:
+        """Takes streams that :meth:`beside` made in place of its own, which ``others`` holds from then on.
+
+        Nobody may hold a view of its own: see :attr:`is_shown`.
+        """
+        self.revision += 1
+        for name, other in others.items():
+            others[name], self.streams[name] = self.streams[name], other
+
+    def give_up(self, others: Mapping[str, torch.Tensor]) -> None:
+        """Frees streams that :meth:`beside` made."""
+        return
+
+    def take_streams(self, other: "ResidentStorage") -> None:
+        """Takes the tensors of another storage, which is not used any more."""
+        self.streams.update(other.streams)
+        self.planes.update(other.planes)
+        self._alone.update(other._alone)
+        self._is_shown = other._is_shown
 
 
 class ResidentStore(Store):
@@ -271,5 +324,13 @@ class ResidentStore(Store):
 
     def fetch(self, chunk: Chunk) -> Fetched:
         home = chunk.home
-        assert isinstance(home, ResidentStorage)  # its only chunk is the whole shard
-        return Fetched(list(map(home.streams.__getitem__, chunk.names)), chunk.param, chunk.gradients)
+        assert isinstance(home, ResidentStorage)  # its only chunk is the whole shard, but for updates beside it
+        if chunk.beside is None:
+            return Fetched(list(map(home.streams.__getitem__, chunk.names)), chunk.param, chunk.gradients)
+        for name, stream in chunk.beside.items():
+            stream.copy_(home.view(name, chunk.start, chunk.stop))
+        return Fetched(list(map(chunk.beside.__getitem__, chunk.names)), chunk.param, chunk.gradients)
+
+
+def _num_references(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -84,9 +84,11 @@ class Reducer:
         on_sum: takes each sum that does not stay on the device, once it is complete: the number of its bucket, the sum
             (1D, at least as long as this rank's slice), and the params of which this rank had a gradient in it. Set
             before the first round.
+        shows_sums: ``on_sum`` takes the sums that stay, too.
     """
 
     on_sum: Callable[[int, torch.Tensor, AbstractSet[int]], None]
+    shows_sums = False
 
     def __init__(self, mesh: Mesh, shards: Transport, replicas: Transport, is_coded: bool = False):
         """Collective.
@@ -328,7 +330,7 @@ class Reducer:
         for reduction in ended:
             buffer, number = self._reducing.pop(reduction)
             sink = self.buckets[number].sink
-            if not sink.stays:
+            if self.shows_sums or not sink.stays:
                 self.on_sum(number, reduction.target, self._filling[number].arrived)
             sink.use(reduction)
             if buffer.has_streams:

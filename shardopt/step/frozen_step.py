@@ -86,24 +86,26 @@ class _FrozenLaunch:
     """A launch, and which of the step's updates are its rows.
 
     Attributes:
+        is_ahead: True if it is known before the gradients have come.
         stays: True if all of it but the scalars is the same in each step.
     """
 
     def __init__(self, form: LaunchForm, number_of: Mapping[ParamRecord, int], updates: Sequence[ParamUpdate]):
-        self._form, self._rows = form, list(form.entries)
+        self._form, self.shard, self._rows = form, form.shard, list(form.entries)
         self._numbers = [number_of[entry] for entry in form.entries.values()]
         # Sums stay where they are: the updates of all steps are the same.
         self._updates = self._of(updates) if form.reads_sums else None
         # So are launches, where scalars are all that a step tells the kernel.
-        self.stays = form.reads_sums and len(form.spec.passes) == 1 and not form.spec.needs_noise
-        self.stays = self.stays and form.whole.around is None and not form.whole.margins
+        self.is_ahead = form.reads_sums and len(form.spec.passes) == 1
+        self.is_ahead = self.is_ahead and form.whole.around is None and not form.whole.margins
+        self.stays = self.is_ahead and not form.spec.needs_noise
         self._kept: tuple[torch.device, Launch, np.ndarray[Any, Any]] | None = None
 
     def _of(self, updates: Sequence[ParamUpdate]) -> dict[int, ParamUpdate]:
         return dict(zip(self._rows, [updates[number] for number in self._numbers], strict=True))
 
     def launch(self, updates: Sequence[ParamUpdate], scalars: StepScalars, seed: int) -> Launch:
-        form, shard = self._form, self._form.shard
+        form, shard = self._form, self.shard
         if self._kept is not None:
             device, launch, table = self._kept
             if device == shard.home.device and launch.gradients is shard.sum_table:
@@ -207,20 +209,37 @@ class FrozenStep:
 
     def holds(self, listed: ListedParams, numbers: Numbers) -> bool:
         """True if a step planned now would be this one; the listed params were checked."""
-        if not self._can_replay or self._versions is None:
+        if not self._holds_before_gradients(listed, numbers):
             return False
         grads = self._grads()
+        return self._types == list(map(type, grads)) and self._show_sums(grads) and self._are_plain(grads)
+
+    def _holds_before_gradients(self, listed: ListedParams, numbers: Numbers) -> bool:
+        """True if all but the gradients is as it was."""
         return (
-            self._revision == self._domain.epoch.revision
+            self._can_replay
+            and self._versions is not None
+            and self._revision == self._domain.epoch.revision
             and self._listed is listed
             and self._loaded == _loaded(self._domain)
             and self._versions == list(map(_VERSION, self._params))
             and self._requires_grad == list(map(_REQUIRES_GRAD, self._params))
-            and self._types == list(map(type, grads))
-            and self._show_sums(grads)
-            and self._are_plain(grads)
             and (self._numbers == numbers or self._chosen == self._choose(numbers))
         )
+
+    def launches_ahead(self, listed: ListedParams, numbers: Numbers) -> dict[Shard, list[Launch]]:
+        """Returns the launches of the coming step, before its gradients have come, as far as they are known."""
+        if self._awaits or not self._holds_before_gradients(listed, numbers):
+            return {}
+        of_shard: dict[Shard, list[_FrozenLaunch]] = {}
+        for each in self._launches:
+            of_shard.setdefault(each.shard, []).append(each)
+        scalars, seed = self._alike.scalars(numbers), self._domain.options.tuning.seed
+        return {
+            shard: [each.launch((), scalars, seed) for each in its]
+            for shard, its in of_shard.items()
+            if all(each.is_ahead for each in its)
+        }
 
     def _grads(self) -> list[Any]:
         """Returns the gradients that are there before the step."""

@@ -148,6 +148,10 @@ class StepPlanner:
         states = states_of_shards(self._domain, listed, numbers)
         self._frozen = _frozen_step(self._domain, listed, numbers, updates, states, awaits=True)
 
+    def launches_ahead(self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]]) -> dict[Shard, list[Launch]]:
+        """Returns the launches of the coming step, before its gradients have come, as far as they are known."""
+        return {} if self._frozen is None else self._frozen.launches_ahead(self._domain.listed(groups), numbers)
+
     def forget(self) -> None:
         """Forgets the last step: what it was planned of is freed."""
         self._frozen = None

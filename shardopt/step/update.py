@@ -337,9 +337,17 @@ class Update:
         domain, factors, plan = self.domain, factors or self.factors, self.plan
         self.ran = [each for its in launches.values() for each in its]
         apart: dict[Shard, Sequence[ChunkUpdate]] = {}
+        early = domain.early if is_last else None
+        ready = set[Shard]()
 
         def prepare() -> None:
-            chunks = {shard: chunks_of(shard, plan.states[shard], its, plan.kept) for shard, its in launches.items()}
+            if early is not None:
+                ready.update(early.ready(launches, factors))
+            chunks = {
+                shard: chunks_of(shard, plan.states[shard], its, plan.kept)
+                for shard, its in launches.items()
+                if shard not in ready
+            }
             if upon is not None:
                 chunks = {shard: [_upon(each, upon[shard]) for each in its] for shard, its in chunks.items()}
             if is_last and not domain.store.is_final:
@@ -352,6 +360,8 @@ class Update:
 
         relay.attempt(prepare)
         for shard in launches:
+            if early is not None and shard in ready:
+                relay.attempt(early.take, domain, shard)
             relay.attempt(update_chunks, domain, shard.store, apart.get(shard, ()), factors)
             if is_last:
                 self.send(shard)
@@ -431,18 +441,19 @@ def update_chunks(domain: Domain, store: Store, chunks: Iterable[ChunkUpdate], f
     if not store.moves:  # what lies in memory takes no time of its own
         with clock.phase("update"):
             for each in chunks:
-                _update_chunk(each, store.fetch(each.chunk), factors)
+                update_chunk(each, store.fetch(each.chunk), factors)
         return
     for each in chunks:
         with clock.phase("fetch"):
             fetched = store.fetch(each.chunk)
         with clock.phase("update"), beside_a_gpu() if each.chunk.home.updates_on_host else nullcontext():
-            _update_chunk(each, fetched, factors)
+            update_chunk(each, fetched, factors)
         with clock.phase("write back"):
             store.write_back(each.chunk)
 
 
-def _update_chunk(each: ChunkUpdate, fetched: Fetched, factors: Factors) -> None:
+def update_chunk(each: ChunkUpdate, fetched: Fetched, factors: Factors) -> None:
+    """Launches the updates of a fetched chunk."""
     for launch, gradients in zip(each.launches, each.tables(fetched), strict=True):
         _launch(launch, each, fetched, gradients, factors)
 

@@ -49,6 +49,7 @@ class GradientSlice:
         part: the part that shows this gradient. Any other part of this slice is stale.
         has_mean: a round has made this gradient, and no later call has dropped it.
         is_used: True if a step used this gradient after the last backward.
+        is_held: a script may hold memory of ``total``, and write to it.
         edits: in-place edits of the mean since the last round: each the name of a method of the part and its arguments.
         pending: this rank's own gradient (the param's shape), which autograd added to the part under ``no_sync()``; the
             next round reduces it.
@@ -83,7 +84,7 @@ class GradientSlice:
         self.undivided: Tensor | None = None
         self._undivided_by = 1  # the divisor that made the mean of it
         self.part: Tensor | None = None
-        self.has_mean = self.is_used = False
+        self.has_mean = self.is_used = self.is_held = False
         self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
         self.unreduced, self.was_early = 0, False
@@ -125,6 +126,7 @@ class GradientSlice:
 
     def show_mean(self) -> None:
         """Makes ``total`` the mean for a reader, and keeps the sum: rounds and steps have the same bits as without."""
+        self.is_held = True
         if self.divisor != 1:
             total, self._undivided_by = self.total.clone(), self.divisor
             was_read, self.was_read = self.was_read, False  # the mean stays what it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..domain.formats import itemsize_of
@@ -78,6 +79,9 @@ def bytes_of(
         else:
             add("gradient", "device", domain.numel * way.dtype.itemsize)
             add("ddp", "device", domain.numel * way.dtype.itemsize * (ranks > 1))
+        for bucket in _early(domain, way):
+            add("buffer", "device", 2 * bucket.layout.shard_numel * _of_param(bucket, way))
+            add("buffer", way.tier, int(bytes_of_states(bucket)))
         if way.tier == "disk":
             away = [(bucket, count - stay[number]) for number, (bucket, count) in enumerate(buckets)]
             add("buffer", "host", _staging([each for each in away if each[1]], way, tuning))
@@ -127,6 +131,17 @@ def _staying(domain: DomainLayout, way: Way) -> Counter[int]:
         return Counter()
     nbytes = [bytes_of_states(bucket) for bucket, _ in domain.buckets]
     return Counter(domain.order[: num_staying([nbytes[number] for number in domain.order], way.fraction)])
+
+
+def _early(domain: DomainLayout, way: Way) -> Iterator[PlannedBucket]:
+    """Yields the buckets whose states and params are copied for updates in backward: the first ones that fit."""
+    room = way.early_bytes
+    for number in domain.order[sum(_staying(domain, way).values()) :] if room else ():
+        bucket, _ = domain.buckets[number]
+        nbytes = int(bytes_of_states(bucket)) + 2 * bucket.layout.shard_numel * _of_param(bucket, way)
+        if nbytes <= room:
+            room -= nbytes
+            yield bucket
 
 
 def _tier_of_sums(way: Way) -> Tier:

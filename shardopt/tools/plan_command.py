@@ -84,6 +84,13 @@ def add_plan(commands: Any) -> None:
         metavar="PART",
         help="of masters and states that is offloaded, above 0 and up to 1 (default: %(default)s)",
     )
+    plan.add_argument(
+        "--offload-early-bytes",
+        type=_bytes,
+        default=0,
+        metavar="BYTES",
+        help="of copies that a backward updates for the step to take, with --offload cpu (default: %(default)s)",
+    )
     plan.add_argument("--all", action="store_true", help="show every master, format and tier")
     plan.add_argument(
         "--plot", type=chart_file, help="a file for a stacked bar chart of what is shown (.png, .svg, .pdf)"
@@ -94,6 +101,13 @@ def add_plan(commands: Any) -> None:
 def _fraction(text: str) -> float:
     found = float(text)
     if not 0 < found <= 1:
+        raise ValueError
+    return found
+
+
+def _bytes(text: str) -> int:
+    found = int(float(text))
+    if found < 0:
         raise ValueError
     return found
 
@@ -144,12 +158,9 @@ def _plan(options: argparse.Namespace) -> CommandResult:
             )
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field, _ in planned(Options)}
     tier: Tier = "device" if options.offload is None else "host" if options.offload == "cpu" else "disk"
-    asked = [
-        possible(
-            replace(way, **given, tier=tier, fraction=options.offload_fraction, sums_rest=options.offload_gradients)
-        )
-        for way in ways
-    ]
+    moved: dict[str, Any] = {"fraction": options.offload_fraction, "early_bytes": options.offload_early_bytes}
+    moved["sums_rest"] = options.offload_gradients
+    asked = [possible(replace(way, **given, **moved, tier=tier)) for way in ways]
     # Formats and tiers are searched; other options are kept as given.
     kept = {field.name: given[field.name] for field, _ in planned(Options) if not choices_of(field.type)}
     ways = [replace(way, **kept) for way in ways]

@@ -113,7 +113,7 @@ class ModelLayout:
 
     def stage(self, way: Way, number: int) -> StageLayout:
         """Returns the layout of a stage."""
-        common = replace(way, tier="device", fraction=1.0, sums_rest=False, release_gradients=False)
+        common = replace(way, tier="device", fraction=1.0, early_bytes=0, sums_rest=False, release_gradients=False)
         if (number, common) not in self._laid_out:
             self._laid_out[number, common] = self._lay_out(common, number)
         return self._laid_out[number, common]

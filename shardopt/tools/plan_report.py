@@ -47,6 +47,7 @@ def call(optimizer: str, way: Way, cut: Cut) -> str:
     keywords += [f"compute_dtype={way.compute_dtype}"] * (way.compute_dtype is not None)
     offload = repr("cpu" if way.tier == "host" else "/a/directory")
     rare = ["gradients='cpu'"] * way.sums_rest + [f"fraction={way.fraction:g}"] * (way.fraction < 1)
+    rare += [f"early_bytes={way.early_bytes}"] * bool(way.early_bytes)
     offload = f"Offload({', '.join([offload, *rare])})" if rare else offload
     keywords += [f"offload={offload}"] * (way.tier != "device")
     given = "model" if way.has_module else "model.parameters()"

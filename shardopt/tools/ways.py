@@ -33,6 +33,7 @@ class Way:
         tier: where masters and states are kept: "device", "host" (``offload="cpu"``) or "disk".
         fraction: the part of masters and states that is offloaded (``Offload(fraction=)``); 1 on the device.
         sums_rest: True if sums of gradients are offloaded to host memory (``Offload(gradients="cpu")``).
+        early_bytes: of copies that a backward updates for the step to take (``Offload(early_bytes=)``).
         compute_dtype: the option with this name, of fp32 params.
     """
 
@@ -47,6 +48,7 @@ class Way:
     release_gradients: bool = False
     sums_rest: bool = False
     fraction: float = 1.0
+    early_bytes: int = 0
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +57,7 @@ class Way:
         for name in ("has_module", "release_gradients", "sums_rest"):
             flag(getattr(self, name), f"Way.{name}")
         number(self.fraction, "Way.fraction", above=0, most=1)
+        whole(self.early_bytes, "Way.early_bytes", least=0)
         if self.ema is not None:
             number(self.ema, "Way.ema", least=0, below=1)
         if not isinstance(self.dtype, torch.dtype):
@@ -100,6 +103,7 @@ class Way:
         part = "" if self.fraction == 1 else f"{self.fraction:.0%} "
         parts += [f"{part}on {self.tier}"] * (self.tier != "device")
         parts += ["gradients on host"] * self.sums_rest
+        parts += ["early updates"] * bool(self.early_bytes)
         return ", ".join(parts)
 
 
@@ -114,7 +118,7 @@ def possible(way: Way) -> Way:
 
     Only bf16 params have masters of other formats than fp32, and sums of gradients in bf16. Gradients are released with
     the module, and without a disk (which binding refuses for params on a GPU); released gradients have no sums. Sums
-    are offloaded at stage 2 and 3, together with states.
+    are offloaded at stage 2 and 3, together with states. Backward updates copies of states in host memory alone.
     """
     is_low = way.seen is torch.bfloat16
     releases = way.release_gradients and way.has_module and way.tier != "disk"
@@ -125,6 +129,7 @@ def possible(way: Way) -> Way:
         release_gradients=releases,
         fraction=1.0 if way.tier == "device" else way.fraction,
         sums_rest=way.sums_rest and way.has_module and way.stage >= 2 and way.tier != "device",
+        early_bytes=way.early_bytes if way.has_module and way.stage and way.tier == "host" and not releases else 0,
     )
 
 

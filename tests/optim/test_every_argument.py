@@ -147,6 +147,7 @@ OFFLOAD = {
     "params": NONE,
     "step": NOTHING,
     "fraction": {"numpy int", "tensor int"} | HALF,
+    "early_bytes": COUNT,
     "pin_memory": FLAG,
 }
 SAVE = {

@@ -57,6 +57,8 @@ def test_tuning_is_refused_by_name(given: dict[str, Any]) -> None:
         {"fraction": 0},
         {"fraction": 1.5},
         {"fraction": "half"},
+        {"early_bytes": -1},
+        {"early_bytes": "1"},
     ],
     ids=str,
 )
