@@ -469,6 +469,7 @@ class Domain:
     def release(self) -> None:
         """Gives every param storage of its own, and forgets the states."""
         links = self.links
+        self._end_early()
         self.stop_serving()
         if links is not None and links.sharded is not None:
             links.sharded.give_back()
@@ -483,7 +484,11 @@ class Domain:
         if links is not None:  # its transports stay: a state dict taken before may still be read
             self.links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
         self._store, self.near, self.shards, self.entries, self._listed = None, None, [], {}, None
-        self.early = None
+
+    def _end_early(self) -> None:
+        if self.early is not None:
+            self.early.free()
+            self.early = None  # it refers to slices of gradients, which would keep this domain alive
 
     def _exact(self, shard: Shard) -> torch.Tensor | None:
         """Collective: returns the exact values of a bucket that holds rounded ones; None once another rank is gone."""
@@ -554,7 +559,7 @@ class Domain:
 
     def retire(self) -> None:
         """Ends this rank's reading: the optimizer is gone. Other ranks may still read its states."""
-        self.early = None  # it refers to slices of gradients, which would keep this domain alive
+        self._end_early()
         with suppress(CommunicationError):  # raised where a param is read
             self.finish_gather()
         if self.links is not None and self.links.remote is not None:

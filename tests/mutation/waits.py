@@ -44,6 +44,7 @@ MODULES = (
         "module.round_gradients",
         "module.rounds",
         "step.update",
+        "step.early",
     ),
 )
 _CALLS = {

@@ -81,6 +81,7 @@ _REASONS = {
     "offload.host": {
         ("HostStorage.write", "self._store.wait_for_copies()"): _NO_LOAD,
         ("HostStorage.renew", "self._store.wait_for_copies()"): _NO_LOAD,
+        ("HostStorage.give_up", "self._store.wait_for_copies()"): _NO_LOAD,
         ("HostStorage.release", "self._store.wait_for_copies()"): _NO_LOAD,
     },
     "offload.near": {
@@ -88,6 +89,9 @@ _REASONS = {
         ("NearStore.fetch", "self._read = self._streams.to_device(copies, self._streams.now())"): _NEAR,
         ("NearStore.fetch", "self._streams.wait(self._read)"): _NEAR,
         ("NearStore.flush", "self._streams.synchronize(self._read)"): _NEAR,
+    },
+    "step.early": {
+        ("_run", "store.flush()"): "it only loads ahead: the sums of early updates lie on the device",
     },
     "domain.host_sum": {("HostSum.abandon", "self._landing.wait_for_copies()"): _FAILS},
     "module.rounds": {

@@ -26,6 +26,7 @@ TIERS: dict[str, Offload | None] = {
     "ring, params and gradients at rest": Offload(step="gpu", gradients="cpu", params="cpu"),
     "ring, params at rest": Offload(step="gpu", params="cpu"),
     "CPU step, params at rest": Offload(step="cpu", params="cpu"),
+    "ring, early updates": Offload(early_bytes=1 << 20),
 }
 
 
@@ -169,6 +170,14 @@ def once(training: Training) -> None:
     training.step()
 
 
+def late_edits(training: Training) -> None:
+    """Each gradient is scaled between the last backward of some steps and the step."""
+    once(training)
+    once(training)
+    clip_first(training)
+    training.step()
+
+
 def elsewhere(training: Training) -> None:
     """A param is read on another stream before the forward, and written on the first one."""
     once(training)
@@ -233,6 +242,7 @@ WAYS: dict[str, Way] = {
         left,
         read,
         once,
+        late_edits,
         elsewhere,
         viewed,
         served,
@@ -316,13 +326,15 @@ def scenarios() -> list[Scenario]:
     """Every stage with every tier, and each way at least once with each kind of wire."""
 
     def stages(tier: str) -> tuple[int, ...]:
+        if "early" in tier:
+            return 1, 2, 3
         return (3,) if "params" in tier else (2, 3) if "gradients" in tier else (0, 1, 2, 3)
 
     grid = [Scenario(stage, tier) for tier in TIERS for stage in stages(tier)]
     ways = [
         Scenario(stage, way=way)
         for way in WAYS
-        if way not in ("accumulated", "left", "elsewhere", "viewed")
+        if way not in ("accumulated", "left", "late_edits", "elsewhere", "viewed")
         for stage in (1, 3)
     ]
     others = [
@@ -364,6 +376,7 @@ def scenarios() -> list[Scenario]:
         *(Scenario(stage, "ring", way="once", options={"release_gradients": True}) for stage in (1, 3)),
         Scenario(2, "ring", way="once", options={"release_gradients": True}, bucket_bytes=TWO, depth=9),
         Scenario(3, "ring, params at rest", way="once", options={"release_gradients": True}),
+        *(Scenario(2, "ring, early updates", way=way, depth=9, leaf_streams=16) for way in ("once", "late_edits")),
         Scenario(1, world=1),
         *(Scenario(stage, way="once", overlaps=True) for stage in (1, 2)),
         Scenario(2, "ring", way="read", overlaps=True),
