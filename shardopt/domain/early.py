@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .domain import Domain
     from .shard import Shard
 
 
@@ -20,13 +19,13 @@ class Early(Protocol):
     def begin_round(self) -> None:
         """A backward begins that adds to the sums."""
 
-    def update(self, domain: Domain, shard: Shard, divisor: int) -> None:
+    def update(self, domain: Any, shard: Shard, divisor: int) -> None:
         """Updates a copy of a shard whose sum has arrived, and is to be divided by so much."""
 
     def ready(self, launches: Mapping[Shard, Sequence[Any]], factors: Any) -> Collection[Shard]:
         """Returns those of the shards that a step has only to take."""
 
-    def take(self, domain: Domain, shard: Shard) -> None:
+    def take(self, domain: Any, shard: Shard) -> None:
         """Makes the copies of a shard its params and states."""
 
     def end_step(self) -> None:
