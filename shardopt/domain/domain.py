@@ -545,7 +545,8 @@ class Domain:
 
     def timings(self) -> Timings:
         rank = dist.get_rank() if dist.is_initialized() else 0  # of the whole training: traces are shown together
-        notes = [None if self._store is None else self._store.note, self.early and str(self.early)]
+        notes = [self._store.note or ""] if self._store is not None else []
+        notes += [str(self.early)] if self.early is not None else []
         return self.clock.read(rank, "\n".join(filter(None, notes)) or None)
 
     def end_step(self) -> None:
