@@ -21,10 +21,13 @@ from shardopt.kernels import native_backend
 from shardopt.partition.comm import peer_memory
 from shardopt.partition.comm.all_gather_hosts import HostGather
 from shardopt.partition.comm.group import Ranks
+from shardopt.partition.comm.host_marks import READ, HostMarks
 from shardopt.tensors.arriving_guard import ArrivingParameter
+from tests.partition.test_ranks_apart import dropping, made, trained
 from tests.step.test_quantized_traffic import SHAPES, Given, Owed, own_gradients, residuals_of, values_of
 from tests.support.compiled import nothing_compiled
-from tests.support.moments import Moments
+from tests.support.modules import poisoned
+from tests.support.moments import Moments, until
 from tests.support.ranks import Pool
 from tests.support.training import raw
 from tests.support.wire import counting
@@ -165,6 +168,24 @@ def test_the_bits_of_straight_messages(ranks: Pool) -> None:
     ranks.run(has_the_bits_of_straight_messages, world=WORLD)
 
 
+def skips_units() -> None:
+    """At stage 3 each rank skips other blocks, and joins their gathers later."""
+    with on_hosts(SIDE_BY_SIDE), poisoned():
+        expected, *found = (
+            [
+                np.frombuffer(each, np.float32)
+                for each in trained(*made(stage, by_host=True, live_bytes=live), dropping())
+            ]
+            for stage, live in ((1, 0), (3, None), (3, 0))
+        )
+        for its in found:  # a product may have other last bits where a weight lies elsewhere in memory
+            assert all(np.allclose(*pair, rtol=0, atol=1e-7) for pair in zip(its, expected, strict=True))
+
+
+def test_a_rank_that_skips_a_unit_joins_its_gather(ranks: Pool) -> None:
+    ranks.run(skips_units, world=WORLD)
+
+
 def crossed(by_host: bool, late: bool = False, **options: Any) -> float:
     """The bytes that this rank's host receives from the other one in a step, as a multiple of the params'."""
     torch.manual_seed(0)
@@ -222,12 +243,13 @@ def test_bytes_cross_once(ranks: Pool) -> None:
 
 def beside_a_neighbour(folder: Path) -> None:
     """Params arrive while a rank of the same host does not come to its wait; and it may write once it has come."""
-    moments, rank, read = Moments(folder), dist.get_rank(), HostGather._read_from
+    moments, rank = Moments(folder), dist.get_rank()
+    read, wait = HostGather._read_from, HostMarks.wait
     found = []
     for late in (True, False):
         with on_hosts(SIDE_BY_SIDE), nothing_compiled():
             model = Given()
-            opt = ShardedAdamW(model, lr=0.01, stage=2, tuning=tuning(overlap_gather=late))
+            opt = ShardedAdamW(model, lr=0.01, stage=2, tuning=tuning(overlap_gather=late, bucket_bytes=1 << 20))
             model(whole(rank, 0)).backward()
             opt.step()
             if late:
@@ -241,16 +263,24 @@ def beside_a_neighbour(folder: Path) -> None:
 
             def slowly(*arguments: Any) -> None:
                 if rank == 0:
-                    moments.wait("rank 1 writes")
+                    until(lambda: any(map(moments.was_said, ("rank 1 waits", "rank 1 has written"))), "rank 1")
                 read(*arguments)
 
-            with patch.object(HostGather, "_read_from", slowly if late else read):
+            def waiting(marks: HostMarks, of: int, window: int, column: int, *arguments: Any) -> int:
+                if rank == 1 and column == READ:
+                    moments.say("rank 1 waits")
+                return wait(marks, of, window, column, *arguments)
+
+            with (
+                patch.object(HostGather, "_read_from", slowly if late else read),
+                patch.object(HostMarks, "wait", waiting if late else wait),
+            ):
                 opt.step()
-                if rank == 1:
-                    moments.say("rank 1 writes")
                 with torch.no_grad():
                     for each in model.weights:
                         each.mul_(rank + 2)
+                if rank == 1:
+                    moments.say("rank 1 has written")
             found.append([raw(each.detach().clone()) for each in model.weights])
             opt.close()
     *reads, first, second, plain, other = found

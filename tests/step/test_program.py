@@ -9,7 +9,9 @@ from torch import nn
 
 import shardopt
 from shardopt import Tuning
+from shardopt.domain.shard import Shard
 from shardopt.step import program
+from shardopt.step.update import Update
 from tests.support.ranks import Pool
 
 OPS = ("Run", "AddUp", "AddMargins", "Accumulate", "ToOwners", "Matrix", "Back", "Apply")
@@ -62,6 +64,22 @@ def test_the_program_is_what_runs(ranks: Pool, tmp_path: Any) -> None:
     for found in ranks.run(on_each_rank, str(tmp_path), world=2):
         for name, (ran, told) in found.items():
             assert ran == told == PROGRAMS[name.split(" ")[0]], name
+
+
+def test_the_first_bucket_to_be_updated_is_not_the_largest() -> None:
+    """The wire idles until it is sent. The others follow in the order in which the next forward reads them."""
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    opt = shardopt.ShardedSGD(model, lr=0.1, tuning=Tuning(bucket_bytes=400))
+    model(torch.zeros(1, dtype=torch.int64)).sum().backward()
+    sent: list[list[torch.Size]] = []
+
+    def send(_: Update, shard: Shard) -> None:
+        sent.append([each.shape for each in shard.bucket.params])
+
+    with patch.object(Update, "send", send):
+        opt.step()
+    opt.close()
+    assert sent[:2] == [[(8, 8)], [(64, 8)]] and len(sent) == 3
 
 
 def test_a_released_bucket_runs_the_program_by_itself() -> None:

@@ -20,7 +20,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .all_gather import FIRST_TAG, AllGather
+from .host_group import host_group
 from .host_marks import FILLED, READ
+from .messages import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +51,7 @@ class HostGather:
         pending = column.exchange_slices(own, others, FIRST_TAG + window.number, self._phase)
         here = Future[None]()
         self._begun.append((window, self._marks.begin(window.number), pending, here))
-        return partial(self._end, here)
+        return partial(self._end, pending, here)
 
     def fill_beside(self) -> None:
         """Fills the windows that were begun by a thread: this rank computes meanwhile."""
@@ -57,11 +59,14 @@ class HostGather:
         if begun:
             threading.Thread(target=self._fill, args=(begun,), name="shardopt-by-host", daemon=True).start()
 
-    def _end(self, here: Future[None]) -> None:
+    def _end(self, pending: Pending, here: Future[None]) -> None:
         """Waits for one window. Without a thread, the first call fills all of them."""
         begun, self._begun = self._begun, []
         self._fill(begun)
-        here.result()
+        assert self._ranks.group is not None
+        # What this thread waits for tells ranks that run apart, although another one meets the others.
+        with waiting(host_group(self._ranks.group), pending.tag, self._phase, None):
+            here.result()
 
     def _fill(self, begun: Sequence[Begun]) -> None:
         for number, (window, gather, pending, here) in enumerate(begun):
