@@ -63,7 +63,8 @@ def test_every_rule_leaves_the_same_bits(case: Case, tmp_path: Path) -> None:
                 found = []
                 for step in range(5):
                     advance(params, optimizer, range(step, step + 1))
-                    found.append(bits(params, optimizer))
+                    if step in (2, 4):  # reading waits for what is on its way
+                        found.append(bits(params, optimizer))
                 ends.append(found)
                 optimizer.close()
         assert ends[0] == ends[1] == ends[2], (dtype, turn)

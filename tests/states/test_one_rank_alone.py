@@ -270,20 +270,14 @@ def begin_forked(script: Path, folder: Path, ending: str) -> Callable[[], list[D
 
 
 def begin_fresh(script: Path, folder: Path, ending: str) -> Callable[[], list[Done]]:
-    """In interpreters that end as a user's do, all modules taken down."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder), ending],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    """The rank that leaves is an interpreter that ends as a user's does, all modules taken down."""
+    first = Program(str(script), ("0", str(folder), ending))
+    command = [sys.executable, str(script), "1", str(folder), ending]
+    second = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def wait() -> list[Done]:
-        told = [each.communicate(timeout=600) for each in ranks]
-        return [Done(each.returncode, *texts) for each, texts in zip(ranks, told, strict=True)]
+        told = second.communicate(timeout=600)
+        return [first.wait(), Done(second.returncode, *told)]
 
     return wait
 
@@ -299,11 +293,11 @@ def test_at_the_end_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     # States are read from the disk when the thread pools of the process that ends take no work any more.
-    saved, lost = ("destroyed", "closed", "several", "in fresh interpreters", "states on disk"), ("raised", "killed")
+    saved, lost = ("destroyed", "closed", "several", "in a fresh interpreter", "states on disk"), ("raised", "killed")
     begun = {}
     for ending in (*saved, *lost):  # all together, so that they wait at the same time
         (tmp_path / ending).mkdir()
-        begin = begin_fresh if ending == "in fresh interpreters" else begin_forked
+        begin = begin_fresh if ending == "in a fresh interpreter" else begin_forked
         begun[ending] = begin(script, tmp_path / ending, ending)
     ends = {ending: wait() for ending, wait in begun.items()}
     for ending in saved:

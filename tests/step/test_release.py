@@ -263,12 +263,12 @@ def clipped(folder: Any, way: dict[str, Any], resumes: bool) -> tuple[list[bytes
     for step in range(5):
         opt.zero_grad()
         (on_tokens(model, step) * (math.nan if step == 1 else 1.0)).backward()
-        if way.get("release_gradients"):  # the step was taken, and step() is to come
+        if resumes and way.get("release_gradients"):  # the step was taken, and step() is to come
             save_checkpoint(folder, model, opt)
         opt.step()
-        if not way.get("release_gradients"):
-            save_checkpoint(folder, model, opt)
         if resumes:
+            if not way.get("release_gradients"):
+                save_checkpoint(folder, model, opt)
             opt.zero_grad()
             (on_tokens(model, 40) * 9).backward()  # what it leaves is overwritten
             opt.step()

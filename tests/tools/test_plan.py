@@ -41,7 +41,7 @@ ADAMW = ShardedAdamW([torch.zeros(1)])
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256))]
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256))]
     return nn.Sequential(*layers, nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 7))
 
 
