@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 _MARKS = 2  # after a word for each rank: "updated", "spoilt"
 # The words of a param: the limbs of its sum of squares, a count of elements, and three counts of ranks.
 _NONFINITE, _PRESENT, _HELD, _LATE, _WORDS = range(LIMBS, LIMBS + 5)
-
-
-class GradientFlags(NamedTuple):
-    """Three facts of the gradient of each param on this rank: 1D [params] bool each."""
-
-    present: Array  # a gradient arrived in this backward
-    held: Array  # a gradient of an earlier backward was there when this one began
-    late: Array  # a gradient arrived after its bucket was sent
 
 
 class ReportLayout:
@@ -84,7 +76,9 @@ class Report:
     """The report of one rank, zeros at first, and, after its sum over ranks, of all ranks.
 
     Attributes:
-        vector: 1D int64, in host memory.
+        vector: 1D int64, in host memory; all else is a view of it.
+        limbs: 2D [params, LIMBS] int64: the sums of squares of the finite elements.
+        nonfinite: 1D [params] int64: number of elements that are Inf or NaN.
     """
 
     def __init__(self, layout: ReportLayout):
@@ -93,6 +87,7 @@ class Report:
         self._layout, self.vector = layout, torch.from_numpy(words)
         self._head, self._pieces = words[:head], words[head + body :]
         self._params = words[head : head + body].reshape(layout.num_params, _WORDS)
+        self.limbs, self.nonfinite = self._params[:, :LIMBS], self._params[:, _NONFINITE]
 
     # -- this rank fills in --------------------------------------------------------------------------------------------
 
@@ -104,12 +99,18 @@ class Report:
         Args:
             sums: 2D [params, COLUMNS] int64, as in ``Totals``.
         """
-        self._params[:, :LIMBS], self._params[:, _NONFINITE] = sums[:, :LIMBS], sums[:, NONFINITE]
+        self.limbs[:], self.nonfinite[:] = sums[:, :LIMBS], sums[:, NONFINITE]
         self._pieces[self._layout.own_pieces] = sums[self._layout.own_params, LARGEST]
 
-    def fill_flags(self, flags: GradientFlags) -> None:
-        """Fills in what happened to each gradient on this rank."""
-        self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = flags
+    def fill_flags(self, present: Array, held: Array, late: Array) -> None:
+        """Fills in what happened to each gradient on this rank: 1D [params] bool each.
+
+        Args:
+            present: a gradient arrived in this backward.
+            held: a gradient of an earlier backward was there when this one began.
+            late: a gradient arrived after its bucket was sent.
+        """
+        self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = present, held, late
 
     def mark_updated(self, vector: torch.Tensor, is_updated: torch.Tensor) -> None:
         """Says whether this backward has changed this rank's params or states.
@@ -160,16 +161,6 @@ class Report:
     def updated(self) -> bool:
         """True if this backward has changed params or states of any rank."""
         return bool(self._head[self._layout.ranks])
-
-    @property
-    def limbs(self) -> Array:
-        """2D [params, LIMBS] int64, a view: the sums of squares of the finite elements."""
-        return self._params[:, :LIMBS]
-
-    @property
-    def nonfinite(self) -> Array:
-        """1D [params] int64, a view: number of elements that are Inf or NaN."""
-        return self._params[:, _NONFINITE]
 
     @property
     def largest(self) -> Array:

@@ -27,7 +27,7 @@ from ..tensors.norm_table import NormTable
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import gradient_in
 from .arrivals import Arrivals, is_pending, shown_slice
-from .gradient_report import GradientFlags, Report, ReportLayout
+from .gradient_report import Report, ReportLayout
 from .gradient_totals import GradientTotals
 from .hooks import call_while_alive, remove_all
 
@@ -263,7 +263,7 @@ class RoundGradients:
                 self.has_stages = False
             self._late_buckets = frozenset(numbers)
             self.reducer.finish_late(sorted(numbers))
-            report = self._report(self._flags, None, is_spoilt)  # finish_late() changed the sums
+            report = self._report(None, is_spoilt)  # finish_late() changed the sums
         return report
 
     def report(self, problem: Exception | None = None, is_spoilt: bool = False) -> Report:
@@ -292,8 +292,8 @@ class RoundGradients:
             present[bucket.numbers[list(indices)]] = True
             if late_ones:
                 late[bucket.numbers[list(late_ones)]] = True
-        self._flags = GradientFlags(present, held, late)
-        return self._report(self._flags, problem, is_spoilt)
+        self._flags = present, held, late
+        return self._report(problem, is_spoilt)
 
     def _deliver_rest(self) -> np.ndarray[Any, Any]:
         """Delivers the gradients of no_sync() that this backward did not touch.
@@ -316,29 +316,10 @@ class RoundGradients:
                 self._buckets[entry.shard.number].deliver(entry)
         return held
 
-    def _report(self, flags: GradientFlags, problem: Exception | None, is_spoilt: bool) -> Report:
-        report, error = self._add_reports(flags, problem, is_spoilt)
-        if error is not None:
-            raise error
-        if report.told and report.failed:
-            raise _left(report)
-        if report.held_apart.any():
-            name = self.entries[int(report.held_apart.argmax())].name
-            raise DisagreementError(
-                f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
-                "ranks and none on others, and the new one was added on some only."
-            )
-        return report
-
-    def _add_reports(
-        self, flags: GradientFlags, problem: Exception | None, is_spoilt: bool
-    ) -> tuple[Report, Exception | None]:
-        """Collective: returns the reports of all ranks added up.
-
-        Also the error that made this rank's own sums impossible; the report shows all ranks that there was one.
-        """
+    def _report(self, problem: Exception | None, is_spoilt: bool) -> Report:
+        """Collective: adds up the reports of all ranks, which show all of them if a rank has a problem."""
         mesh, device, report = self.domain.mesh, self.domain.device, Report(self.layout)
-        report.fill_flags(flags)
+        report.fill_flags(*self._flags)
         if is_spoilt:
             report.mark_spoilt()
         if self.weights.is_on:
@@ -360,7 +341,17 @@ class RoundGradients:
         mesh.world.all_reduce(vector, _REPORTING)
         if stays:
             report.vector.copy_(mesh.world.read(vector, _REPORTING))  # the one wait of a backward
-        return report, problem
+        if problem is not None:
+            raise problem
+        if report.failed:
+            raise _left(report)
+        if report.held_apart.any():
+            name = self.entries[int(report.held_apart.argmax())].name
+            raise DisagreementError(
+                f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
+                "ranks and none on others, and the new one was added on some only."
+            )
+        return report
 
     # -- shown -----------------------------------------------------------------------------------------------------
 

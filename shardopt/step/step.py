@@ -114,21 +114,8 @@ def run_step(
         raise undone
     # 7. commit
     for plan in plans:
-        if commit(plan):
-            planners[plan.domain].was_taken()
-        else:
-            del planners[plan.domain]  # its plan holds what was freed
-        take_room(plan.domain)
+        commit(plan, planners[plan.domain])
     return True, norm
-
-
-def take_room(domain: Domain) -> None:
-    """Collective, after a step: with ``fraction="auto"``, takes back the states that devices have room for."""
-    if domain.awaits_room:
-        # Where it is asked for: a fresh process imports no more than it uses.
-        from ..domain.staying import fill_device
-
-        fill_device(domain)
 
 
 def check_unbroken(domain: Domain) -> None:
@@ -410,8 +397,11 @@ def _update(plans: Sequence[StepPlan], factors: Factors, whole: Sequence[Ranks])
         raise
 
 
-def commit(plan: StepPlan) -> bool:
-    """Notes in the records of the params that they were updated. Returns False if buckets were freed."""
+def commit(plan: StepPlan, planner: StepPlanner) -> None:
+    """Notes in the records of the params that they were updated.
+
+    Collective with ``fraction="auto"``: takes back the states that devices have room for.
+    """
     _mark_used(plan)
     for history, carried in plan.advances:
         history.advance(carried)
@@ -422,9 +412,16 @@ def commit(plan: StepPlan) -> bool:
         for entry in (*plan.written, *(each.entry for each in plan.updates)):
             entry.follow_param()
     # Before the step ends, at which ranks that are ahead begin to ask for states by the new numbers of shards.
-    is_whole = not plan.domain.drop_left()
+    if plan.domain.drop_left():
+        planner.forget()  # its plan holds what was freed
+    else:
+        planner.was_taken()
     plan.domain.end_step()
-    return is_whole
+    if plan.domain.awaits_room:
+        # Where it is asked for: a fresh process imports no more than it uses.
+        from ..domain.staying import fill_device
+
+        fill_device(plan.domain)
 
 
 def _mark_used(plan: StepPlan) -> None:

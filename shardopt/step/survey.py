@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 
 
 class StepPlanner:
-    """Plans the steps of one domain: each is the last one again, as long as that holds.
-
-    Attributes:
-        compares: True if each replay is compared with a step that is planned anew; the tests set it.
-    """
-
-    compares = False
+    """Plans the steps of one domain: each is the last one again, as long as that holds."""
 
     def __init__(self, domain: Domain):
         self._domain = domain
@@ -78,24 +72,7 @@ class StepPlanner:
         if listed.sources or not self._frozen.holds(listed, numbers):
             self._frozen = None
             return None
-        plan = self._frozen.plan(numbers)
-        if self.compares:
-            self._compare(plan, listed, numbers)
-        return self._measured(plan, scale, overflow, is_part)
-
-    def _compare(self, plan: StepPlan, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> None:
-        """Asserts that a plan that is made anew is the replayed one."""
-        domain = self._domain
-        histories = [entry.history for entry in domain.entries.values()]
-        updates, states = list(_with_gradients(domain, listed)), states_of_shards(domain, listed, numbers)
-        anew = _frozen_step(domain, listed, numbers, updates, states).plan(numbers, updates)
-        for entry, history in zip(domain.entries.values(), histories, strict=True):
-            entry.history = history
-        assert not written_params(domain) and anew.states == plan.states and anew.facts == plan.facts
-        assert [_told(each) for each in anew.updates] == [_told(each) for each in plan.updates]
-        assert [_told_of_launch(each) for each in anew.launches] == [_told_of_launch(each) for each in plan.launches]
-        carried = [[(each.step, each.carried, after) for each, after in its.advances] for its in (anew, plan)]
-        assert carried[0] == carried[1]
+        return self._measured(self._frozen.plan(numbers), scale, overflow, is_part)
 
     def survey(
         self,
@@ -177,16 +154,6 @@ def _frozen_step(
 ) -> FrozenStep:
     program = program_of(domain, numbers, without_gradients(updates))
     return FrozenStep(domain, listed, numbers, updates, states, program, awaits)
-
-
-def _told(update: ParamUpdate) -> tuple[Any, ...]:
-    return (*update[:3], update.grad.data_ptr(), *update[4:])
-
-
-def _told_of_launch(launch: Launch) -> tuple[Any, ...]:
-    rows, noise = launch.gradients.rows.tolist(), None if launch.noise is None else launch.noise.tolist()
-    told = [(row, *_told(each)) for row, each in launch.updates.items()]
-    return launch.shard, launch.spec, launch.divisor, launch.is_on_host, rows, launch.scalars.tolist(), noise, told
 
 
 def _check_rules(domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..domain.agreement import StepDigest, agree, checksum
+from ..domain.agreement import agree, checksum
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Group, ParamRecord
@@ -44,7 +44,7 @@ from ..tensors.released_gradient import ReleasedGradient, second_backward
 from .clipping import clip_factor
 from .found_in_backward import found_in
 from .launches import GradientStats, Launch, StepPlan
-from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip, take_room
+from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip
 from .survey import StepPlanner, written_params
 from .update import Update, update_and_gather
 
@@ -320,7 +320,13 @@ class UpdateInBackward:
     def _last_report(self, gradients: RoundGradients, problem: Exception | None) -> Report:
         with self._domain.clock.phase("reduce"):
             report = gradients.report(problem)
-        self._check_in_time(report)
+        if report.late.any():
+            name = self._entries[int(report.late.argmax())].name
+            raise ShardoptError(
+                "use checkpoint(..., use_reentrant=False), or construct the optimizer without release_gradients: "
+                f"another gradient of {name} arrived in a backward in which it had been used already. A reentrant "
+                "activation checkpoint hands over the gradients of a param that is used elsewhere too one by one."
+            )
         return report
 
     def _keep_versions(self, current: _OpenStep) -> None:
@@ -331,15 +337,6 @@ class UpdateInBackward:
                 entry.follow_param()
             if entry.shard.exact_slice is not None:  # its launches ran, and wrote nothing
                 entry.shard.exact_slice.is_ahead = False
-
-    def _check_in_time(self, report: Report) -> None:
-        if report.late.any():
-            name = self._entries[int(report.late.argmax())].name
-            raise ShardoptError(
-                "use checkpoint(..., use_reentrant=False), or construct the optimizer without release_gradients: "
-                f"another gradient of {name} arrived in a backward in which it had been used already. A reentrant "
-                "activation checkpoint hands over the gradients of a param that is used elsewhere too one by one."
-            )
 
     def _where(self, report: Report) -> str:
         found = report.nonfinite > 0  # the element may be another tensor-parallel rank's
@@ -353,31 +350,19 @@ class UpdateInBackward:
             launches += self._launches(shard, total, indices[shard])
         plan = current.planner.of_present(current.groups, current.numbers, present)
         plan = replace(plan, launches=launches, written=current.written, stats=GradientStats(norm=norm))
-        self._agree(replace(digest_of(plan, Call({})), consequence=_TOO_LATE), current.bits)
+        digest = replace(digest_of(plan, Call({})), consequence=_TOO_LATE)
+        with domain.clock.phase("agree"):
+            consensus = agree(digest, domain.mesh.world)
+            if consensus.written and domain.mesh.world.size > 1:
+                agree(replace(digest, key=current.bits, describe=lambda: dict(current.bits)), domain.mesh.world)
         domain.count_step()
         current.is_told = True
         undone = update_and_gather([plan], current.factors)
         if undone is not None:  # no rank keeps any
             current.is_told = False
             raise undone
-        if commit(plan):
-            current.planner.was_taken()
-        else:
-            current.planner.forget()
+        commit(plan, current.planner)
         self._took_step(norm)
-        take_room(domain)
-
-    def _agree(self, digest: StepDigest, bits: Mapping[str, int]) -> None:
-        """Collective: compares what the updates were made with.
-
-        Args:
-            bits: sums of the bits of weights that others had written, from before the updates.
-        """
-        world = self._domain.mesh.world
-        with self._domain.clock.phase("agree"):
-            consensus = agree(digest, world)
-            if consensus.written and world.size > 1:
-                agree(replace(digest, key=bits, describe=lambda: dict(bits)), world)
 
 
 _TOO_LATE = (

@@ -17,7 +17,7 @@ from shardopt import CommunicationError, ShardedSGD, ShardoptError, Tuning
 from shardopt.domain.shard import Shard
 from shardopt.kernels import native_backend
 from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, norms_of_limbs
-from shardopt.module.gradient_report import GradientFlags, Report, ReportLayout
+from shardopt.module.gradient_report import Report, ReportLayout
 from shardopt.partition.layout import BLOCK, BucketLayout
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -53,13 +53,13 @@ def test_the_sum_over_ranks_is_the_report_of_all(shards: int, copies: int) -> No
                     nonfinite[number] += sums[number, NONFINITE]
                     largest[number] = max(largest[number], value)
         report = Report(layout)
-        report.fill_flags(GradientFlags(*facts[:, rank]))
+        report.fill_flags(*facts[:, rank])
         if rank < shards:
             report.fill_sums(sums)
             # As a device does it: rows of its launches in any order, and some of no param.
             rows = generator.permutation(np.append(np.flatnonzero(sums.any(axis=1)), [-1, -1]))
             added, totals = Report(layout), np.where(rows[:, None] < 0, 0, sums[rows])
-            added.fill_flags(GradientFlags(*facts[:, rank]))
+            added.fill_flags(*facts[:, rank])
             added.vector.index_add_(0, torch.from_numpy(layout.places(rows)), torch.from_numpy(totals).view(-1))
             assert torch.equal(added.vector, report.vector)
         reports.append(report)

@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 from shardopt import ShardedAdamW, ShardedNAdam, ShardoptError
 from shardopt.step.frozen_step import FrozenStep
-from shardopt.step.survey import StepPlanner
 from tests.support.cases import fill_gradients
+from tests.support.replayed import compared
 from tests.support.training import raises
 
 CALLS = 1  # of Python's and of C's functions, for each param alone
@@ -24,7 +24,7 @@ FEW, MANY = 100, 400
 
 @pytest.fixture(autouse=True)
 def _compared() -> Iterator[None]:
-    with patch.object(StepPlanner, "compares", True):
+    with compared():
         yield
 
 
@@ -40,7 +40,7 @@ def calls_of_a_step(count: int) -> int:
 
 
 def test_a_replayed_step_makes_few_calls_for_each_param() -> None:
-    with patch.object(StepPlanner, "compares", False):
+    with compared(False):
         assert calls_of_a_step(MANY) - calls_of_a_step(FEW) < CALLS * (MANY - FEW)
 
 
@@ -121,7 +121,7 @@ def test_each_change_is_seen(name: str, at: int) -> None:
         if step == at:
             change(ours, opt)
             change(theirs, usual)
-        with patch.object(FrozenStep, "__init__", count), patch.object(StepPlanner, "compares", step != at):
+        with patch.object(FrozenStep, "__init__", count), compared(step != at):
             opt.step()
         usual.step()
         for mine, other in zip(ours, theirs, strict=True):
@@ -180,7 +180,7 @@ def test_a_part_of_an_earlier_backward_is_refused() -> None:
         opt.zero_grad()
     model(torch.ones(2, 8)).sum().backward()
     shown, model.weight.grad = model.weight.grad, kept
-    with patch.object(StepPlanner, "compares", False), raises(ShardoptError, "read param.grad again"):
+    with compared(False), raises(ShardoptError, "read param.grad again"):
         opt.step()
     model.weight.grad = shown
     opt.step()

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,10 +26,10 @@ from torch import Tensor
 
 import shardopt
 from shardopt import ShardoptError, Tuning
-from shardopt.step.survey import StepPlanner
 from tests.support.beside_torch import KINDS, Model, Saved
 from tests.support.cells import GROUPS, LATE, LOW, SHAPES, Cells, by_param, factors_of, param_of, values
 from tests.support.observed import Comparison
+from tests.support.replayed import compared
 from tests.support.training import load_bytes
 
 Act = tuple[Any, ...]
@@ -458,7 +457,7 @@ def perform(setting: Setting, acts: Iterable[Act], folder: Path | str) -> int:
 
 def perform_one(performance: Performance, act: Act) -> bool:
     name, *arguments = act
-    with patch.object(StepPlanner, "compares", True):  # a replayed step is the one that would be planned anew
+    with compared():  # a replayed step is the one that would be planned anew
         if not getattr(performance, name)(*arguments):
             return False
         performance.check()
