@@ -69,6 +69,10 @@ class ShowsExact(Protocol):
         """Collective: writes what was written."""
 
 
+# Takes what is called once all params have arrived.
+StartGather = Callable[[Callable[[], None]], "OverlappedGather"]
+
+
 @dataclass(frozen=True)
 class Links:
     """The connections between the ranks of a domain. All ranks make them together, once, at the first binding.
@@ -171,7 +175,7 @@ class Domain:
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
         # Puts hooks on the module and starts the gather, or returns False: the step must wait. Set by the takeover.
-        self.on_overlap: Callable[[Callable[[], OverlappedGather]], bool] = lambda _: False
+        self.on_overlap: Callable[[StartGather], bool] = lambda _: False
         # Keeps what scripts hold of the states of these params. Set by the table of the states.
         self.on_freed: Callable[[Sequence[torch.nn.Parameter]], object] = lambda _: None
 
@@ -373,9 +377,9 @@ class Domain:
         if self.slice_numbers or any(shard.bucket.is_viewed for shard in shards):
             return False
 
-        def start() -> OverlappedGather:
+        def start(on_end: Callable[[], None]) -> OverlappedGather:
             gather.send_status(failed=False)
-            self.overlapped_gather = OverlappedGather(gather, shards, self.clock, self.mark_broken)
+            self.overlapped_gather = OverlappedGather(gather, shards, self.clock, self.mark_broken, on_end)
             return self.overlapped_gather
 
         return self.on_overlap(start)

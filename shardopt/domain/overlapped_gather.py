@@ -39,17 +39,25 @@ class OverlappedGather:
         is_over: all of them are here.
     """
 
-    def __init__(self, gather: AsyncGather, shards: Sequence[Shard], clock: Clock, on_error: Callable[[str], None]):
+    def __init__(
+        self,
+        gather: AsyncGather,
+        shards: Sequence[Shard],
+        clock: Clock,
+        on_error: Callable[[str], None],
+        on_end: Callable[[], None],
+    ):
         """
         Args:
             shards: whose buckets are gathered.
             on_error: is called with the error of a gather that failed.
+            on_end: is called once all of them are here.
         """
         self._gather, self._clock, self._on_error = gather, clock, on_error
         self._left: dict[Bucket, Shard] = {shard.bucket: shard for shard in shards}
         self._lock = threading.RLock()  # several threads may read params
         self.is_in_forward = self.is_over = False
-        self.on_end: Callable[[], None] = lambda: None
+        self._on_end = on_end
         for bucket in self._left:
             bucket.start_arriving(partial(self._wait_for_read, bucket))
         _finish_at_exit(self)
@@ -84,7 +92,7 @@ class OverlappedGather:
             with self._recording_errors(), torch._C._DisableFuncTorch():
                 self._gather.finish()
             self.is_over, self.is_in_forward = True, False
-            self.on_end()
+            self._on_end()
 
     @contextmanager
     def _recording_errors(self) -> Iterator[None]:

@@ -23,11 +23,9 @@ from ..errors import CommunicationError
 from .hooks import ModuleHook, remove_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
-    from ..domain.domain import Domain
+    from ..domain.domain import Domain, StartGather
     from ..domain.overlapped_gather import OverlappedGather
     from ..partition.bucket import Bucket
 
@@ -50,12 +48,11 @@ class OverlapHooks:
             if buckets:
                 self._needs[module] = tuple(buckets)
 
-    def start(self, start_gather: Callable[[], OverlappedGather]) -> bool:
+    def start(self, start_gather: StartGather) -> bool:
         """Puts hooks on the modules and starts the gather, or returns False if the step must wait for it."""
         if _has_compiled():
             return False
-        self._gather = start_gather()
-        self._gather.on_end = self._remove
+        self._gather = start_gather(self._remove)
         for module in self._needs:
             if module is not self._root:  # ModuleTakeover calls pre_forward() for the root
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(self._pre_module), prepend=True))

@@ -427,12 +427,12 @@ def _slice_of(domain: Domain, entry: ParamRecord, place: tuple[NormTable, int], 
             flat[where.local] = own.to(flat.device)
         return shard.as_param(domain.gather_slices(shard, flat, "gradients"), index).clone()
 
-    others = (gather, GradientFetch(domain, shard, index)) if domain.mesh.shard.size > 1 else (None, None)
-    made = GradientSlice(total, where.start, place, call_while_alive(_receive, syncing, entry), *others)
-    made.group = domain.mesh.world.group
+    is_whole = domain.mesh.shard.size == 1
+    whole, fetch = (None, None) if is_whole else (gather, GradientFetch(domain, shard, index))
+    receive, group = call_while_alive(_receive, syncing, entry), domain.mesh.world.group
     # A gradient that a script keeps must not keep the optimizer (test_no_page_of_sums_stays_registered).
-    made.draws = call_while_alive(lambda domain, entry: domain.draw(entry), domain, entry)
-    return made
+    draws = call_while_alive(lambda domain, entry: domain.draw(entry), domain, entry)
+    return GradientSlice(total, where.start, place, receive, whole, fetch, group, draws)
 
 
 def _receive(syncing: Syncing, entry: ParamRecord, grad: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..domain.hyperparameters import plain_numbers
 from ..errors import ShardoptError
 from ..module.ddp import syncs_buffers
+from ..module.hooks import call_while_alive
 from ..step.step import Call
 from ..units.unit import UnitState
 from ..units.unit_orders import Direction
@@ -75,47 +76,46 @@ class Shadow(JoinHook):
         """Lets the module that was taken over announce its rounds, gathers and forwards."""
         assert takeover.rounds is not None
         self._rounds = rounds = takeover.rounds
-        me, closure = weakref.ref(self), takeover.closure
-
-        def before_round(held: list[int]) -> int | None:
-            hook = me()
-            with closure.raising_together():
-                announced = (
-                    None
-                    if hook is None
-                    else hook.announce(
-                        "round", lambda: {"held": held, "weighted": rounds.weights.is_on, **edits_of(rounds.main)}
-                    )
-                )
-            return None if hook is None or announced is None else hook._divisor(announced)
-
-        def before_gathers(gathers: Direction | Unit) -> None:
-            hook = me()
-            if hook is not None:
-                with closure.raising_together():
-                    hook.announce_gathers(gathers)
-
-        def before_forward(*_: Any) -> None:
-            hook = me()
-            if hook is not None and hook._ddp is not None:
-                with closure.raising_together():
-                    is_on = hook.announce("forward") is not None
-                # DDP then takes buffers from a rank that has a batch, and not from rank 0.
-                hook._ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
-
-        def before_buffers(called: str) -> None:
-            hook = me()
-            if hook is not None:
-                with closure.raising_together():
-                    hook.announce("forward", lambda: {"called": called})
-
-        rounds.before_round, takeover.before_buffers = before_round, before_buffers
+        rounds.before_round = call_while_alive(Shadow.before_round, self, rounds)
+        takeover.before_buffers = call_while_alive(Shadow.before_buffers, self)
         if takeover.forward is not None:
-            takeover.forward.before_gathers = before_gathers
+            takeover.forward.before_gathers = call_while_alive(Shadow.before_gathers, self)
         takeover.retire_reducer()
         self._ddp = takeover.ddp
         if self._ddp is not None:
+            before_forward = call_while_alive(Shadow.before_forward, self, self._ddp)
             self._ddp_hook = self._ddp.register_forward_pre_hook(before_forward, prepend=True)
+
+    def before_round(self, rounds: Rounds, held: list[int]) -> int | None:
+        """Collective: announces a round; ``held``: the numbers of the params that hold a gradient.
+
+        Returns:
+            The divisor of its sums; None: the number of all ranks.
+        """
+        with rounds.closure.raising_together():
+            announced = self.announce(
+                "round", lambda: {"held": held, "weighted": rounds.weights.is_on, **edits_of(rounds.main)}
+            )
+        return None if announced is None else self._divisor(announced)
+
+    def before_gathers(self, gathers: Direction | Unit) -> None:
+        """Collective where params travel: announces gathers."""
+        assert self._rounds is not None
+        with self._rounds.closure.raising_together():
+            self.announce_gathers(gathers)
+
+    def before_buffers(self, called: str) -> None:
+        """Collective: announces a forward that takes buffers, of the called module of this name."""
+        assert self._rounds is not None
+        with self._rounds.closure.raising_together():
+            self.announce("forward", lambda: {"called": called})
+
+    def before_forward(self, ddp: DistributedDataParallel, *_: Any) -> None:
+        """Collective: announces a forward of DDP, which takes buffers from a rank that has a batch, not from rank 0."""
+        assert self._rounds is not None
+        with self._rounds.closure.raising_together():
+            is_on = self.announce("forward") is not None
+        ddp._join_config = _JoinConfig(is_on, throw_on_early_termination=False, is_first_joinable=False)
 
     def leave(self) -> None:
         """Ends the context: removes all hooks."""

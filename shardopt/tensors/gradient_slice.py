@@ -76,8 +76,11 @@ class GradientSlice:
         receive: Callable[[Tensor], None],
         gather: Callable[[Tensor], Tensor] | None = None,
         fetch: Fetch | None = None,
+        group: ProcessGroup | None = None,
+        draws: Callable[[], str | None] | None = None,
     ):
         self.total, self.start, self.receive, self.gather, self.fetch = total, start, receive, gather, fetch
+        self.group, self.draws = group, draws
         self.table, self.row = place
         self.number = self.row
         self.divisor = 1
@@ -88,8 +91,6 @@ class GradientSlice:
         self.edits: list[list[Any]] = []
         self.pending: Tensor | None = None
         self.unreduced, self.was_early = 0, False
-        self.group: ProcessGroup | None = None
-        self.draws: Callable[[], str | None] | None = None
         self.is_spoilt_elsewhere = False
         self.round, self.edit_count = 0, 0
         self.is_moving = self.was_read = False
