@@ -308,6 +308,7 @@ def trains_experts(
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.detach(), expected[names[name]][-1], **CLOSE)
     passes_by(model, opt, rank)
+    goes_on_without(model, opt, rank)
     opt.close()
 
 
@@ -330,6 +331,19 @@ def passes_by(model: nn.Module, opt: Any, rank: int) -> None:
             loss.backward()
     hook.remove()
     opt.step()
+
+
+def goes_on_without(model: nn.Module, opt: Any, rank: int) -> None:
+    """A step without weights, after one with equal weights on all ranks, has the same gradients."""
+    found: list[list[Tensor]] = []
+    for is_weighted in (True, False):
+        opt.zero_grad()
+        if is_weighted:
+            opt.gradient_weight(2)
+        loss_of_experts(model(rows(0, rank)), 2).backward()
+        grads: list[Any] = [param.grad for param in model.parameters()]
+        found.append([grad.full_tensor() for grad in grads if grad is not None])
+    torch.testing.assert_close(found[0], found[1], **CLOSE)
 
 
 def all_experts(ways: list[dict[str, Any]]) -> None:

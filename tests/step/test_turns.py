@@ -304,12 +304,12 @@ def test_another_thread_waits_for_the_step_and_the_next_step_for_its_copies(stag
         waits.setdefault(call, threading.Event()).set()
         wait(turn, call)
 
-    def committed(plan: Any) -> None:
+    def committed(*given: Any) -> None:
         if not threads:  # a save begins in the middle of this step
             save = lambda: shardopt.save_checkpoint(tmp_path, model, opt)  # noqa: E731
             threads.append(call_in_thread(save, errors))
             assert waits["save_checkpoint()"].wait(60)
-        commit(plan)
+        commit(*given)
 
     def written(writer: RankWriter) -> None:
         writes.set()
