@@ -81,6 +81,8 @@ def addresses(streams: Streams | JoinedStreams) -> torch.Tensor:
         2D int64 in host memory, one row for each row of the other tables; a single one for a single shard. 0 is the
         address of what is not there.
     """
+    if isinstance(streams, JoinedStreams) and len(streams.shards) == 1 and streams.shards[0] is not None:
+        streams = streams.shards[0]
     if isinstance(streams, Streams):
         return torch.tensor([[at for at, _ in _places(streams)]], dtype=torch.int64)
     width = next(len(_places(each)) for each in streams.shards if each is not None)
@@ -104,7 +106,9 @@ def _places(streams: Streams) -> list[tuple[int, int]]:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which Triton launches on this device: it takes the current one, whatever that of the pointers."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def block_of_nothing(spec: Spec, device: torch.device) -> Streams:
