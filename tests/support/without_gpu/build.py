@@ -7,6 +7,7 @@ of NVIDIA's that torch is linked with (cuBLAS, cuDNN and the like) become stubs:
 """
 
 import argparse
+import hashlib
 import re
 import subprocess
 import sys
@@ -39,6 +40,9 @@ def main() -> None:
     parser.add_argument("headers", type=Path)
     headers = parser.parse_args().headers
     LIBRARIES.mkdir(parents=True, exist_ok=True)
+    sources, built = made_of(), LIBRARIES / "built"
+    if built.exists() and built.read_text() == sources:
+        return
     wanted = wanted_names(sorted((TORCH / "lib").glob("*.so")))
     compile_library(CUDART, OF_CUDART, [f"-I{headers}"], wanted, "(__)?cuda")
     for library, prefix in PREFIXES.items():
@@ -46,6 +50,13 @@ def main() -> None:
     compile_library(CUDA, OF_CUDA, [f"-I{headers}"], wanted, "cu(?!File)[A-Z]")
     compile_library(NCCL, OF_NCCL, [f"-I{headers}", "-lrt"], wanted, "p?nccl")
     compile_operations(headers)
+    built.write_text(sources)
+
+
+def made_of() -> str:
+    """What the libraries are built of: as long as it stays, they do."""
+    files = [Path(__file__), *sorted(SOURCES.iterdir()), TORCH / "version.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def wanted_names(binaries: Iterable[Path]) -> dict[str, str]:
