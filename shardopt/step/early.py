@@ -81,7 +81,6 @@ class _Made:
             and factors == Factors()
             and shard.home is self.home
             and self.home.revision == self.revision
-            and not self.home.is_shown
             and shard.param is self.param
             and not any([each.is_held or each.edit_count for each in _slices(launches)])
         )

@@ -147,7 +147,7 @@ OFFLOAD = {
     "params": NONE,
     "step": NOTHING,
     "fraction": {"numpy int", "tensor int"} | HALF,
-    "early_bytes": COUNT,
+    "early_bytes": {"0"},  # of states in a file
     "pin_memory": FLAG,
 }
 SAVE = {

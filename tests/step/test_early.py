@@ -55,6 +55,10 @@ def of_group(model: Model, opt: Opt, step: int) -> None:
     opt.param_groups[0]["weight_decay"] = 0.3
 
 
+def of_variant(model: Model, opt: Opt, step: int) -> None:
+    opt.param_groups[0]["maximize"] = True
+
+
 def of_gradient(model: Model, opt: Opt, step: int) -> None:
     for param in model.parameters():
         param.grad.mul_(0.5)
@@ -129,6 +133,7 @@ EVENTS: dict[str, Event] = {
     for each in (
         of_rate,
         of_group,
+        of_variant,
         of_gradient,
         of_gradients,
         of_gradient_through_data,

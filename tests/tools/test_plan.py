@@ -49,8 +49,10 @@ Bytes = dict[str, dict[str, int]]
 
 
 def held(model: nn.Module, opt: Any) -> Bytes:
-    model(torch.ones(2, 256, dtype=next(model.parameters()).dtype)).sum().backward()
-    opt.step()
+    offload = opt.options.offload_options
+    for _ in range(3 if offload is not None and offload.early_bytes else 1):  # the first one updates nothing early
+        model(torch.ones(2, 256, dtype=next(model.parameters()).dtype)).sum().backward()
+        opt.step()
     return {kind: {tier: nbytes for tier, nbytes in tiers.items() if nbytes} for kind, tiers in opt.memory().items()}
 
 
@@ -62,9 +64,10 @@ def formula_of(need: Need, ranks: int) -> float:
 
 def offload_of(way: Way, directory: str) -> Offload | str | None:
     where = {"device": None, "host": "cpu", "disk": directory}[way.tier]
-    if where is None or (not way.sums_rest and way.fraction == 1):
+    if where is None or not (way.sums_rest or way.fraction < 1 or way.early_bytes):
         return where
-    return Offload(where, gradients="cpu" if way.sums_rest else None, fraction=way.fraction)
+    sums = "cpu" if way.sums_rest else None
+    return Offload(where, gradients=sums, fraction=way.fraction, early_bytes=way.early_bytes)
 
 
 def plans_are_what_is_held(kind: Any, keywords: dict[str, Any], ways: Sequence[Way], directory: str) -> None:
@@ -136,6 +139,7 @@ def ways_with_formats() -> list[Way]:
     found += [dataclasses.replace(way, gradient_format="bf16") for way in found if way.has_module]
     mixed = [Way(3, True, torch.bfloat16, state_format="int8", tier="disk", fraction=0.4)]
     mixed += [Way(2, True, torch.bfloat16, tier="host", fraction=0.5)] * 2  # on 2 ranks and on 4
+    mixed += [Way(2, True, torch.bfloat16, tier="host", early_bytes=60_000)] * 2
     mixed += [dataclasses.replace(way, sums_rest=True) for way in found if way.stage >= 2 and way.tier != "device"]
     released = [
         Way(stage, True, torch.bfloat16, "split24", "int8", tier, release_gradients=True) for stage, tier in RELEASED
