@@ -54,7 +54,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The head is tied, and a scale of the model's own is read by no module."""
+    """The head is tied, and a scale of the model's own is read by no module.
+
+    Attributes:
+        reads_ahead: the model's own code reads the head before the head is called.
+    """
+
+    reads_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +71,8 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
+        if self.reads_ahead:
+            x = x * self.head.weight.mean()
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)) @ self.embed.weight.t()
@@ -241,6 +249,7 @@ def functional(model: nn.Module) -> Tensor:
 def of_examples(model: nn.Module) -> list[Tensor]:
     """In torch.func wrappers hide params from their guards; the hook of the module waits."""
     model.eval()
+    model.reads_ahead = True  # type: ignore[assignment]
     named = dict(model.named_parameters())
 
     def loss(named: dict[str, Tensor]) -> Tensor:
@@ -292,19 +301,20 @@ def reads(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     with nothing_compiled():
         for number, (name, read) in enumerate(READS.items()):
-            wrong = read_under_way(Moments(folder / str(number)), read, folder)
+            wrong = read_under_way(Moments(folder / str(number)), read, folder, name)
             if wrong:
                 found[name] = wrong
     return found
 
 
 @contextmanager
-def saying_waits(moments: Moments) -> Iterator[None]:
-    """Within, a rank says that it waits for a bucket."""
+def saying_waits(moments: Moments, is_held: Callable[[int], bool] = lambda _: True) -> Iterator[None]:
+    """Within, a rank says that it waits for a bucket that is held back."""
     wait = AsyncGather._wait
 
     def waited(gather: AsyncGather, number: int) -> None:
-        moments.say(f"rank {dist.get_rank()} waits")
+        if is_held(number):
+            moments.say(f"rank {dist.get_rank()} waits")
         wait(gather, number)
 
     with patch.object(AsyncGather, "_wait", waited):
@@ -315,14 +325,19 @@ def await_a_read(moments: Moments) -> None:
     until(lambda: moments.was_said("rank 1 waits") or moments.was_said("rank 1 has read"), "rank 1 to read")
 
 
-def read_under_way(moments: Moments, read: Read, folder: Path) -> str:
-    is_sender = dist.get_rank() == 0
+def read_under_way(moments: Moments, read: Read, folder: Path, name: str) -> str:
+    is_sender, is_of_head = dist.get_rank() == 0, name == "gradients of examples"  # all but the head arrives
     twin, of_twin = made(overlaps=False, shares_buffers=False)
     model, optimizer = made(shares_buffers=False)
     for each in ((twin, of_twin), (model, optimizer)):
         backward(*each)
     of_twin.step()
-    with holding(lambda _: is_sender) as held, saying_waits(moments):
+    last = optimizer.engine.domain.shards[0].window.number  # type: ignore[union-attr]
+
+    def is_held(number: int) -> bool:
+        return not is_of_head or number == last
+
+    with holding(lambda number: is_sender and is_held(number)) as held, saying_waits(moments, is_held):
         optimizer.step()
         under_way = arriving(model)
         if is_sender:
