@@ -97,7 +97,7 @@ def following(spec: Spec) -> list[str]:
         "apart = i32(0)",
         "for i in range(start, start + count):",
         f"    apart = either(apart, apart_{spec.param.name}({both}))",
-        "if apart != i32(0):",
+        "if shr(apart, i32(16)) != i32(0):",
         "    for i in range(start, start + count):",
         f"        store_f32(master_at, i, follow_{spec.param.name}({both}, i32(ties)), {_MASTER})",
     ]
@@ -164,7 +164,7 @@ def _fill_block_state(state: State, format: BlockFormat, stream: int, new_stream
     state.block = [f"{name}_scale = load_f32({name}_scales_at, block, TABLE)"]
     if not (state.is_rounded or state.is_written):
         return
-    state.once.append(f"{name}_new = scratch_i32({BLOCK})")
+    state.once += [f"{name}_new = scratch_i32({BLOCK})", "zero = i32(first >> 62)"]
     state.block.append(f"{name}_largest = i32(0)")
     state.keep = [
         f"store_f32({name}_new, i - start, {value}, {new_stream})",
@@ -179,7 +179,8 @@ def _fill_block_state(state: State, format: BlockFormat, stream: int, new_stream
         state.scale.append(f"store_f32({name}_scales_at, block, {name}_new_scale, TABLE)")
     state.reread = [f"{value} = load_f32({name}_new, i - start, {new_stream})"]
     noise = _noise_bits(state, format, stream)
-    state.narrow = f"encode_{word}({value}, {name}_inverse, {noise}, {name}_least, {numbers})"
+    to_code = f"{format.shift}, {format.offset_bits}, {format.bits}"
+    state.narrow = f"encode_{word}({value}, {name}_inverse, {noise}, {name}_least, zero, {to_code})"
     state.widen = f"decode_{word}(kept_{name}, {name}_new_scale, {numbers})"
     state.store = f"store_u8({at}, {index}, kept_{name}, {code_stream})"
 

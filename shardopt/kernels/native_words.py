@@ -14,6 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..compilers.native import COMPILE_OPTIONS
+from .formats import NAN_BITS
 
 _FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _INT, _LONG = ir.IntType(32), ir.IntType(64)
@@ -275,11 +276,20 @@ def widen_bf16(x: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
+def one_nan(x: Any) -> Any:
+    """Replaces every NaN by one that rounding cannot turn into infinity or -0."""
+    return where(x != x, from_bits(types.int32(NAN_BITS)), x)
+
+
+@njit(**COMPILE_OPTIONS)
 def narrow_bf16(x: Any) -> Any:
-    """Rounds to nearest, ties to even. A NaN becomes 0x7fc0: rounded bits could be infinity or -0."""
-    bits = types.uint32(to_bits(x))
-    rounded = (bits + types.uint32(0x7FFF) + ((bits >> types.uint32(16)) & types.uint32(1))) >> types.uint32(16)
-    return types.uint16(types.uint32(0x7FC0) if x != x else rounded)
+    """Rounds to nearest, ties to even. A NaN becomes 0x7fc0: rounded bits could be infinity or -0.
+
+    It does so first: chosen last, it would be chosen in vectors of 16 bits, which takes two operations more.
+    """
+    bits = to_bits(one_nan(x))
+    rounded = add(add(bits, types.int32(0x7FFF)), both(shr(bits, types.int32(16)), types.int32(1)))
+    return types.uint16(shr(rounded, types.int32(16)))
 
 
 RULE_WORDS = {
