@@ -5,7 +5,8 @@ native code and from Triton, and those of states in 8 bits (``kernels/formats.py
 
     encode    sent = value                        sent: codes, and an fp32 scale a block
     decode    param = sent
-              param = param + sent
+    sum       param = sent + other                of two messages, as they are decoded
+              param = param + sent                of each further one
 
 A message is the codes of a slice, then its scales, as bytes; of 4 bits, two share a byte. Blocks hold elements of
 one param, so that padding and other params change no scale; what is not encoded decodes to zeros. A block with an Inf
@@ -14,6 +15,7 @@ or a NaN arrives as Inf and NaN throughout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _ALIGNED = 16
 _NO_SCALARS = torch.zeros(1, 1)
 _SENT = ("sent",)
+_BOTH = ("sent", "other")
 _KEPT = ("sent", "residual")
 
 
@@ -52,7 +55,11 @@ _ENCODE_AND_KEEP = _pass(
     writes_param=False,
 )
 _DECODE = _pass("decode", _SENT, "param = state_sent", (), writes_param=True)
-_DECODE_AND_ADD = _pass("decode_and_add", _SENT, "param = param + state_sent", (), writes_param=True)
+_SUM = (
+    _pass("decode_first", _BOTH, "param = state_sent", (), writes_param=True),
+    _pass("decode_two", _BOTH, "param = state_sent + state_other", (), writes_param=True),
+    _pass("decode_and_add", _BOTH, "param = param + state_sent", (), writes_param=True),
+)
 
 
 class BlockCode:
@@ -66,6 +73,7 @@ class BlockCode:
         format: BlockFormat,
         device: torch.device,
         keeps_rest: bool = False,
+        sums: bool = False,
     ):
         """Compiles the kernels.
 
@@ -73,11 +81,12 @@ class BlockCode:
             numel: of a slice: whole blocks.
             from_dtype, to_dtype: of what is encoded, and of what is decoded.
             keeps_rest: True to add a residual before, and to keep what quantizing takes.
+            sums: True if several messages are decoded at a time.
         """
         source, target = (format_of(each, "what travels") for each in (from_dtype, to_dtype))
         part, formats = (_ENCODE_AND_KEEP, (format, BF16)) if keeps_rest else (_ENCODE, (format,))
         self._encode = Spec((part,), source, source, None, formats)
-        self._decode = Spec((_DECODE, _DECODE_AND_ADD), target, FP32, None, (format,))
+        self._decode = Spec(_SUM if sums else (_DECODE,), target, FP32, None, (format,) * (1 + sums))
         self._numel, self._bits, self._device = numel, format.bits, device
         self._one_row = torch.zeros(numel // BLOCK, dtype=torch.int32, device=device)  # of each block
         self._backend = backend_of(device)
@@ -112,16 +121,25 @@ class BlockCode:
             self._backend.run(self._encode, 0, streams, Tables(where, _NO_SCALARS))
         return message
 
-    def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int, add: bool) -> None:
-        """``target (+)= message``, from element ``first`` of the slice on: whole blocks."""
+    def decode_into(self, target: torch.Tensor, messages: Sequence[torch.Tensor], first: int) -> None:
+        """``target = messages[0] + messages[1] + ...``, in this order, from element ``first`` of the slice on.
+
+        Args:
+            target: 1D, whole blocks.
+        """
         numel = target.numel()
         if numel == 0:
             return
-        codes = message[self._code_bytes(first) : self._code_bytes(first + numel)]
         rows = torch.tensor([[target.data_ptr(), numel]], dtype=torch.int64)
         gradients = Gradients(self._one_row[: numel // BLOCK], rows, target.data_ptr() % 16 == 0)
-        streams = Streams(target, None, (codes,), (self._scales(message, first, first + numel),))
-        self._backend.run(self._decode, int(add), streams, Tables(gradients, _NO_SCALARS))
+        tables, count = Tables(gradients, _NO_SCALARS), len(self._decode.states)
+        codes = [each[self._code_bytes(first) : self._code_bytes(first + numel)] for each in messages]
+        scales = [self._scales(each, first, first + numel) for each in messages]
+        for number, at in enumerate([0, *range(2, len(messages))]):
+            # A pass of one message takes another one's place too, and does not read it.
+            of = [at, min(at + 1, len(messages) - 1)][:count]
+            streams = Streams(target, None, tuple(codes[each] for each in of), tuple(scales[each] for each in of))
+            self._backend.run(self._decode, 2 if number else min(len(messages), 2) - 1, streams, tables)
 
     def _scales(self, message: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Returns the scales of elements [start, stop) of a slice, whole blocks."""

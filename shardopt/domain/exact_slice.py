@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ..kernels.tables import BLOCK
 
 if TYPE_CHECKING:
     from .param_code import ParamCode
+
+# Elements at a time, on a CPU: what a message holds of them stays in the cache until it is compared.
+_LOOKED_AT = 1 << 18
 
 
 class ExactSlice:
@@ -55,13 +59,19 @@ class ExactSlice:
         if self._message is None:
             own.copy_(shown)
             return
+        length = min(stop - start, _LOOKED_AT) if shown.is_cpu else stop - start
+        for at in range(0, stop - start, max(length, 1)):
+            here = slice(at, at + length)
+            self._take_from(own[here], shown[here], self._message, start + at)
+
+    def _take_from(self, own: torch.Tensor, shown: torch.Tensor, message: torch.Tensor, start: int) -> None:
+        """Takes what of ``shown`` the message does not hold, from element ``start`` of the slice on."""
         expected = torch.empty_like(shown)
-        self._code.decode_into(expected, self._message, start)
+        self._code.decode_into(expected, message, start)
+        if shown.is_cpu and np.array_equal(*(each.view(torch.int64).numpy() for each in (shown, expected))):
+            return  # nearly always; a device would make the host wait
         kind = torch.int16 if shown.element_size() == 2 else torch.int32
-        written, kept = shown.view(kind), expected.view(kind)
-        if shown.is_cpu and torch.equal(written, kept):  # nearly always; a device would make the host wait
-            return
-        own.copy_(torch.where(written == kept, own, shown))
+        own.copy_(torch.where(shown.view(kind) == expected.view(kind), own, shown))
 
     def begin_update(self) -> None:
         """Takes what was written; from here on updates write to ``values``, until the bucket shows them."""

@@ -54,7 +54,8 @@ class GradientCode:
         self.residual, self._made_of = residual, (layout, format, device)
         self._of_sums: GradientCode | None = None
         self._numel = layout.shard_numel
-        self._code = BlockCode(layout.shard_numel, dtype, torch.float32, format, device, residual is not None)
+        keeps_rest = residual is not None
+        self._code = BlockCode(layout.shard_numel, dtype, torch.float32, format, device, keeps_rest, sums=True)
         self._pieces = [layout.pieces(rank) for rank in owners]
         self._slices = [layout.shard_slice(rank) for rank in owners]
         self._tables = [ShardTables(each, layout.shard_numel, device) for each in self._pieces]
@@ -92,6 +93,6 @@ class GradientCode:
             messages.append(self._code.encode(grads, tables.gradients(there) if there else None, residual))
         return messages
 
-    def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int, add: bool) -> None:
+    def decode_into(self, target: torch.Tensor, messages: Sequence[torch.Tensor], first: int) -> None:
         """See :meth:`.reduce_scatter.Code.decode_into`."""
-        self._code.decode_into(target, message, first, add)
+        self._code.decode_into(target, messages, first)

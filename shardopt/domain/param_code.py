@@ -48,4 +48,4 @@ class ParamCode:
 
     def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int = 0) -> None:
         """Fills ``target`` with what the message of a slice holds, from element ``first`` on: whole blocks."""
-        self._code.decode_into(target, message, first, add=False)
+        self._code.decode_into(target, (message,), first)

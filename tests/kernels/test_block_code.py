@@ -32,27 +32,27 @@ def gradients(dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def code_of(form: str, dtype: torch.dtype, to: torch.dtype, backend: Any, keeps_rest: bool = False) -> BlockCode:
-    code = BlockCode(LAYOUT.numel, dtype, to, TRAFFIC_FORMATS[form], CPU, keeps_rest)
+def code_of(form: str, dtype: torch.dtype, to: torch.dtype, backend: Any, **options: bool) -> BlockCode:
+    code = BlockCode(LAYOUT.numel, dtype, to, TRAFFIC_FORMATS[form], CPU, **options)
     code._backend = backend
     return code
 
 
 def encoded(form: str, dtype: torch.dtype, backend: Any, rest: torch.Tensor | None = None) -> torch.Tensor:
-    values, code = gradients(dtype), code_of(form, dtype, torch.float32, backend, rest is not None)
+    values, code = gradients(dtype), code_of(form, dtype, torch.float32, backend, keeps_rest=rest is not None)
     return code.encode(values, ShardTables(LAYOUT.pieces(0), LAYOUT.numel, CPU).gradients_in(values), rest)
 
 
 def found_by(backend: Any, form: str, dtype: torch.dtype) -> list[bytes]:
-    """What messages hold of every element, with and without a residual, and what becomes of it."""
-    found = []
+    """What messages hold of every element, with and without a residual, what they sum up to, and what is left."""
+    found, messages = [], []
+    summing = code_of(form, dtype, torch.float32, backend, sums=True)
     for rest in (None, torch.linspace(-1e-3, 1e-3, LAYOUT.numel).bfloat16()):
-        message = encoded(form, dtype, backend, rest)
+        messages.append(message := encoded(form, dtype, backend, rest))
         total, arrived = torch.ones(LAYOUT.numel), torch.empty(LAYOUT.numel, dtype=dtype)
-        code_of(form, dtype, torch.float32, backend).decode_into(total, message, 0, add=True)
+        summing.decode_into(total, (messages[0], message, message)[: 2 * len(messages) - 1], 0)
         for at in range(0, LAYOUT.numel, 2 * BLOCK):
-            part = arrived[at : at + 2 * BLOCK]
-            code_of(form, dtype, dtype, backend).decode_into(part, message, at, add=False)
+            code_of(form, dtype, dtype, backend).decode_into(arrived[at : at + 2 * BLOCK], (message,), at)
         assert rest is None or (rest[LAYOUT.offsets[2] : LAYOUT.offsets[3]] == 0).all()
         found += [raw(torch.nan_to_num(each.float()[WITHIN], nan=7.0)) for each in (total, arrived)]
         found += [] if rest is None else [raw(rest[WITHIN])]

@@ -85,8 +85,8 @@ class Code(Protocol):
     def of_sums(self, owners: Sequence[int]) -> "Code":
         """Returns the code of buffers in fp32 that hold these slices alone, in this order."""
 
-    def decode_into(self, target: torch.Tensor, message: torch.Tensor, first: int, add: bool) -> None:
-        """``target (+)= message``, from element ``first`` of the slice on; the target is fp32."""
+    def decode_into(self, target: torch.Tensor, messages: Sequence[torch.Tensor], first: int) -> None:
+        """``target = messages[0] + ...``, in this order, from element ``first`` of the slice on; the target is fp32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +105,12 @@ class CodedReduction(Reduction):
 
     def add_up(self, messages: Sequence[torch.Tensor]) -> None:
         is_direct = self.target.dtype is torch.float32 and not self.add
-        whole = [slice(0, self.target.numel())]
-        for part in chunks(self.target.numel()) if self.target.device.type == "cpu" else whole:
+        # Two messages are decoded in one pass. Of more the sums stay in the cache.
+        is_one_pass = is_direct and len(messages) <= 2
+        is_whole = is_one_pass or self.target.device.type != "cpu"
+        for part in [slice(0, self.target.numel())] if is_whole else chunks(self.target.numel()):
             total = self.target[part] if is_direct else torch.empty_like(self.target[part], dtype=torch.float32)
-            for rank, each in enumerate(messages):
-                self.code.decode_into(total, each, part.start, add=rank > 0)
+            self.code.decode_into(total, messages, part.start)
             if not is_direct:
                 accumulate(self.target[part], total, self.add)
 
