@@ -291,8 +291,10 @@ class Reducer:
             for index, buffer in enumerate(pool):
                 if buffer.numel >= bucket.buffer_numel:
                     return pool.pop(index)
-            if may_drain:
+            if may_drain and (self.on_stream or self._is_much_under_way()):
                 self._drain(BUCKETS_UNDER_WAY - 1)
+            elif may_drain:  # a wait, and the reads of boards in it, would cost more than a small buffer
+                self._recycle(self._reduce_scatter.progress())
         # A bucket of one param seldom needs a buffer: its gradient is the buffer.
         sizes = [each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype and each.num_params > 1]
         largest = max([bucket.buffer_numel, *sizes])

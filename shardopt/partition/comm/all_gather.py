@@ -71,6 +71,12 @@ class Window:
     def shard(self, rank: int) -> torch.Tensor:
         return self.flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
+    @cached_property
+    def shards(self) -> Sequence[torch.Tensor]:
+        """The shards of all ranks, for those that gather the window often."""
+        shards: Sequence[torch.Tensor] = self.flat.split(self.shard_numel)
+        return shards
+
     def for_messages(self) -> Window:
         """Returns the window of messages, which hold anything."""
         assert self.code is not None
@@ -198,12 +204,13 @@ def by_reading(ranks: Members, memory: PeerMemory, before: Callable[[Window], No
         for step in range(1, ranks.size):
             owner = (ranks.rank + step) % ranks.size
             pid, base = window.peers[owner]
-            target = window.shard(owner)
-            if window.kept is window.flat.dtype:
-                memory.read(pid, base + target.data_ptr() - window.flat.data_ptr(), target)
+            target, kept = window.shards[owner], window.kept
+            assert kept is not None
+            address = base + owner * window.shard_numel * kept.itemsize
+            if kept is target.dtype:
+                memory.read(pid, address, target)
             else:
-                assert window.kept is not None
-                read_and_cast(pid, base + owner * window.shard_numel * window.kept.itemsize, target, window.kept)
+                read_and_cast(pid, address, target, kept)
 
     def read_and_cast(pid: int, address: int, target: torch.Tensor, kept: torch.dtype) -> None:
         piece = torch.empty(min(CAST_NUMEL, target.numel()), dtype=kept)

@@ -60,8 +60,8 @@ class Reduction:
 
     def add_up(self, messages: Sequence[torch.Tensor]) -> None:
         """Sums what every rank sent, by rank, into the target."""
-        for part in chunks(self.target.numel()):
-            sum_into(self.target[part], (each[part] for each in messages), self.add)
+        for into, *terms in in_chunks(self.target, *messages):
+            sum_into(into, iter(terms), self.add)
 
 
 class Code(Protocol):
@@ -218,6 +218,13 @@ def chunks(numel: int) -> Sequence[slice]:
     return [slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK)]
 
 
+def in_chunks(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Returns chunks of at most CHUNK elements of tensors of one length, 1D; what is no longer as it is."""
+    if tensors[0].shape[0] <= CHUNK:  # views take longer than what is done with so few elements
+        return [tensors]
+    return zip(*(each.split(CHUNK) for each in tensors), strict=True)
+
+
 def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: float = 1.0) -> None:
     """``target (+)= factor * term``, in fp32, rounded once to the dtype of the target.
 
@@ -225,10 +232,7 @@ def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: floa
         factor: a power of two.
     """
     # If dtypes differ, torch's CPU kernels first widen all elements in memory; a GPU's do it in registers.
-    parts: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(target, term)]
-    if target.device.type == "cpu" and target.shape[0] > CHUNK:
-        parts = zip(target.split(CHUNK), term.split(CHUNK), strict=True)
-    for into, part in parts:
+    for into, part in in_chunks(target, term) if target.device.type == "cpu" else [(target, term)]:
         if add:
             into.add_(part, alpha=factor)
         else:

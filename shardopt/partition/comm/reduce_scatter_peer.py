@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .peer_board import MAX_ADDRESSES, Backoff
-from .reduce_scatter import CHUNK, PHASE, ReduceScatter, chunks, sum_into
+from .reduce_scatter import CHUNK, PHASE, ReduceScatter, in_chunks, sum_into
 
 if TYPE_CHECKING:
     from .group import Ranks, Traffic
@@ -137,18 +137,21 @@ class PeerReduceScatter(ReduceScatter):
         """Sums elements of all members' buffers, from ``start`` on, into the target."""
         itemsize, own = reduction.buffer.element_size(), reduction.buffer[start : start + target.numel()]
         scratch = self._scratch_of(reduction.buffer.dtype)
-        for part in chunks(target.numel()):
+        for into, mine in in_chunks(target, own):
+            theirs = scratch if into.numel() == CHUNK else scratch[: into.numel()]
 
-            def terms(part: slice = part) -> Iterator[torch.Tensor]:
+            def terms(
+                start: int = start, mine: torch.Tensor = mine, theirs: torch.Tensor = theirs
+            ) -> Iterator[torch.Tensor]:
                 for rank in self._members:
                     if rank == self._rank:
-                        yield own[part]
+                        yield mine
                     else:
-                        into = scratch[: part.stop - part.start]
-                        self._board.read(rank, addresses[rank] + (start + part.start) * itemsize, into, PHASE)
-                        yield into
+                        self._board.read(rank, addresses[rank] + start * itemsize, theirs, PHASE)
+                        yield theirs
 
-            sum_into(target[part], terms(), reduction.add)
+            sum_into(into, terms(), reduction.add)
+            start += into.numel()
 
     def _scratch_of(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._scratch:
