@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -332,6 +333,18 @@ def nothing_travels_twice(stage: int, neighbours: bool) -> None:
         assert opt.engine.domain.transport.traffic.gradients - before == (dist.get_world_size() - 1) * 4 * sum(slices)
 
 
+def small_buckets_wait_for_nobody() -> None:
+    """Neither for the next buffer nor for a place under way: that costs more than their memory."""
+    model = Chain()
+    opt = ShardedSGD(model, lr=0.5, stage=2, tuning=Tuning(**SMALL))
+    with patch.object(PeerReduceScatter, "drain", fail):
+        for step in range(3):
+            opt.zero_grad()
+            run_case(plain, model, dist.get_rank(), step)
+            opt.step()
+    assert len(opt.engine.domain.reducer.buckets) > 3
+
+
 @sweep_at_once(AXES, allowed=makes_sense)
 def test_sums_are_exact(ranks: Pool, rows: Sequence[Row]) -> None:
     """Every graph at every stage, with messages and without, on two ranks and on three."""
@@ -343,6 +356,7 @@ def test_absent_params_and_repeats(ranks: Pool) -> None:
     ranks.run(absent_params_are_skipped, world=3)
     for neighbours in (True, False):
         ranks.run(nothing_travels_twice, 2, neighbours, world=2)
+    ranks.run(small_buckets_wait_for_nobody, world=2)
 
 
 # -- what can go wrong on one rank -------------------------------------------------------------------------------------
