@@ -28,11 +28,9 @@ hook says in which backward the param is needed, and there may be several.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -52,8 +50,9 @@ from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern, refused_alone
 from ..units.unit_orders import Direction
 from .hooks import KeepingHook, ModuleHook, call_while_alive, remove_all
+from .module_call import ModuleCall, NodeHook
 from .nested import tensors_within, with_own_nodes
-from .running import MODULE_FILE, backward_runs, frame_of_call, in_backward, is_left
+from .running import MODULE_FILE, backward_runs, in_backward, is_left
 
 if TYPE_CHECKING:
     from ..domain.called import CalledModule
@@ -74,6 +73,7 @@ class Forward:
 
     Attributes:
         backwards: number of backwards that have ended.
+        moments: of beginnings and ends of calls in forward.
         params: by name of each unit, all local params of its modules, those included that are kept whole.
         before_gathers: is called while a ``join()`` is open, with what a forward or backward is before it begins, and
             with a unit before a use that the schedule does not have.
@@ -92,12 +92,12 @@ class Forward:
         self._keeping: list[Any] = []  # hooks that keep the slices as long as the model
         self._needs: dict[nn.Module, _Needs] = {}
         self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
-        self._running: list[_ModuleCall] = []  # calls in forward, from the outermost
+        self._running: list[ModuleCall] = []  # calls in forward, from the outermost
         # The nodes of the outputs of the call that ended last: the inputs of the next one, nearly always.
-        self._ends: dict[Any, _NodeHook] = {}
+        self._ends: dict[Any, NodeHook] = {}
         self._using = defaultdict["Unit", int](int)  # number of calls in backward that need a unit
-        self._open: dict[_ModuleCall, None] = {}  # calls in backward, in their order
-        self._moments = itertools.count()  # beginnings and ends of calls in forward
+        self._open: dict[ModuleCall, None] = {}  # calls in backward, in their order
+        self.moments: Iterator[int] = itertools.count()
         self.backwards = 0
         self.params: dict[str, tuple[nn.Parameter, ...]] = {}
         self.before_gathers: Callable[[Direction | Unit], None] | None = None
@@ -231,7 +231,7 @@ class Forward:
         if checks:
             arguments = with_own_nodes(arguments, own)
             keywords = {name: with_own_nodes(each, own) for name, each in keywords.items()}
-        call = _ModuleCall(self, module, own)
+        call = ModuleCall(self, module, own)
         if has_graph:
             for tensor in tensors_within((arguments, keywords) if keywords else arguments, 0):
                 node = tensor.grad_fn
@@ -255,7 +255,7 @@ class Forward:
         if self.before_gathers is not None:
             self.before_gathers(gathers)
 
-    def _need(self, call: _ModuleCall, param: nn.Parameter) -> None:
+    def _need(self, call: ModuleCall, param: nn.Parameter) -> None:
         """Gathers a param that a call reads although it is of no module of the call's."""
         sharded = self._sharded_with(param)
         assert sharded is not None
@@ -437,12 +437,12 @@ class Forward:
         self._runs = called
 
     @holding("backward()")
-    def pre_backward(self, call: _ModuleCall) -> None:
+    def pre_backward(self, call: ModuleCall) -> None:
         """Gathers the units of a call whose backward begins."""
         for other in tuple(self._open):
             # No node of a call runs any more once the backward of an earlier one begins. That says nothing about a
             # backward within a backward, and about the thread of another device.
-            if other._began > call._ended and other._task == call._task and other.devices == call.devices:
+            if other.began > call.ended and other.task == call.task and other.devices == call.devices:
                 other.is_open = False
                 self._end_backward_of(other)
         self._begin_backward()
@@ -457,11 +457,11 @@ class Forward:
             readable.show()
 
     @holding("backward()")
-    def post_backward(self, call: _ModuleCall) -> None:
+    def post_backward(self, call: ModuleCall) -> None:
         """Ends the use of the units of a call whose backward is complete."""
         self._end_backward_of(call)
 
-    def _end_backward_of(self, call: _ModuleCall) -> None:
+    def _end_backward_of(self, call: ModuleCall) -> None:
         if call in self._open:
             del self._open[call]
         for unit in call.units:
@@ -488,9 +488,6 @@ class Forward:
         self._using.clear()
         self._open.clear()
         self.backwards += 1  # so that what is left of these calls counts as another backward's
-
-
-_NO_DEVICES: frozenset[torch.device] = frozenset()
 
 
 def _devices(units: Iterable[Unit]) -> frozenset[torch.device]:
@@ -522,125 +519,6 @@ class _Needs:
     readables: tuple[Readable, ...]
     devices: frozenset[torch.device]
     is_frozen: bool
-
-
-class _NodeHook:
-    """The one hook on a node of the graph: where a call's output ends, and other calls begin with it."""
-
-    __slots__ = ("_arrived", "done")
-
-    def __init__(self, arrived: Callable[[], None] | None):
-        self._arrived = arrived
-        self.done: list[tuple[_ModuleCall, int]] = []  # whose inputs the node is, with the number of each
-
-    def __call__(self, _: Any) -> None:
-        if self._arrived is not None:
-            self._arrived()
-        for call, number in self.done:
-            if call.is_open:
-                call.input_done(number)
-
-
-class _ModuleCall:
-    """One call of a module.
-
-    Attributes:
-        units: that are gathered for it.
-        devices: of these units.
-        readables: the params of these that its code reads.
-        versions: of these params, when the forward began to read them.
-        reads: how often its code read a param that is of no module of the call's.
-        frame: of the module's call, until the forward ends.
-        starts: the nodes of its inputs from before the call, with their hooks, if they have some.
-        is_open: True from the first output to the last input, in a backward.
-    """
-
-    # None of these is asked for before it is set, but in a backward that comes to a call whose forward did not end.
-    is_open, reads, _inputs = False, 0, 0
-    _backward = _task = -1  # the number of the backward that opened it; of autograd's, the one that runs it
-    _ended: float = math.inf
-
-    def __init__(self, forward: Forward, module: nn.Module, own: Collection[Any]):
-        """
-        Args:
-            own: nodes of inputs that no other call shares. They show whether backward ran through this call.
-        """
-        # Weak: hooks of the graph hold this call, and a loss that the user keeps must not keep the optimizer.
-        self._forward, self.module, self._own = weakref.ref(forward), module, own
-        self.units: dict[Unit, None] = {}
-        self.devices: frozenset[torch.device] = _NO_DEVICES
-        self.readables: list[Readable] = []
-        self.versions: list[tuple[Readable, list[int]]] = []
-        self.frame = frame_of_call()
-        self.starts: dict[Any, _NodeHook | None] = {}
-        self._left: set[int] = set()  # the incomplete ones of its inputs
-        self._began = next(forward._moments)
-
-    def show(self, readable: Readable) -> None:
-        """Lets the call's code read these params, which are gathered."""
-        readable.show()
-        self.readables.append(readable)
-        self.versions.append((readable, readable.versions()))
-
-    def register_hooks(self, outputs: Iterable[torch.Tensor]) -> dict[Any, _NodeHook]:
-        """Puts hooks on the nodes of the call's inputs and outputs, at its end. Returns those of the outputs."""
-        ends: dict[Any, _NodeHook] = {}
-        for each in outputs:
-            for node in (each.grad_fn, None if each._base is None else each._base.grad_fn):
-                if node is not None and node not in self.starts and node not in ends:
-                    ends[node] = _NodeHook(self.output_arrived)
-                    node.register_prehook(ends[node])
-        for node in self._own:
-            node.register_prehook(self._check_opened)
-        if ends:
-            self._inputs = len(self.starts)
-            for number, (node, hook) in enumerate(self.starts.items()):
-                if hook is None:
-                    hook = _NodeHook(None)
-                    node.register_prehook(hook)
-                hook.done.append((self, number))
-        forward = self._forward()
-        assert forward is not None
-        self._ended = next(forward._moments)
-        # The graph's hooks hold this call: the nodes would keep themselves alive in a cycle.
-        self.starts, self._own = {}, ()
-        return ends
-
-    def output_arrived(self) -> None:
-        """Is called when the gradient of an output has arrived; for several outputs, one after the other."""
-        forward = self._forward()
-        if forward is None or forward.is_closed:
-            raise ReleasedError(
-                "run the backward before close(), or the forward again: backward reached a "
-                f"{type(self.module).__name__} whose params were released after its forward, and the optimizer that "
-                "gathers them was closed or dropped meanwhile. Gradients would be computed with memory that holds "
-                "something else."
-            )
-        if not (self.is_open and self._backward == forward.backwards):
-            self._left, self.is_open, self._backward = set(range(self._inputs)), True, forward.backwards
-            self._task = torch._C._current_graph_task_id()
-            forward.pre_backward(self)
-
-    def _check_opened(self, _: Any) -> None:
-        """Raises ReleasedError if backward ran through the call, and came to none of its outputs."""
-        forward = self._forward()
-        was_opened = forward is None or self._backward == forward.backwards
-        if not (was_opened or all(unit.is_here for unit in self.units)):
-            raise ReleasedError(
-                f"return from the forward of {type(self.module).__name__} every tensor that a loss is made of (what a "
-                "hook or an attribute of the module kept, say), or keep its params whole by Tuning(keep=...): a "
-                "backward ran through this call from none of its outputs, so its frozen params were read while they "
-                "were resharded, and gradients are wrong."
-            )
-
-    def input_done(self, number: int) -> None:
-        """Is called when the gradient of an input is complete, once or twice."""
-        forward = self._forward()
-        if forward is not None and self.is_open and self._backward == forward.backwards:
-            self._left.discard(number)
-            if not self._left:
-                self.is_open = False
-                forward.post_backward(self)
 
 
 def _check_no_transform() -> None:

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 # one is reduced while the next is filled. Test: test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
 BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
+# Up to so many bytes a rank takes one more buffer rather than wait for the others to read one: the wait, and the reads
+# of their boards in it, cost more than so little memory.
+BYTES_WITHOUT_WAITS = 1 << 20
 # Seconds that a rank waits in mid-backward for memory that other ranks read. They have read it sooner, unless one of
 # them waits for this rank meanwhile, in a collective of the model's own. Then this rank allocates more memory than
 # planned, which is better than a deadlock.
@@ -291,9 +294,9 @@ class Reducer:
             for index, buffer in enumerate(pool):
                 if buffer.numel >= bucket.buffer_numel:
                     return pool.pop(index)
-            if may_drain and (self.on_stream or self._is_much_under_way()):
+            if may_drain and (self.on_stream or self._bytes_under_way > BYTES_WITHOUT_WAITS):
                 self._drain(BUCKETS_UNDER_WAY - 1)
-            elif may_drain:  # a wait, and the reads of boards in it, would cost more than a small buffer
+            elif may_drain:
                 self._recycle(self._reduce_scatter.progress())
         # A bucket of one param seldom needs a buffer: its gradient is the buffer.
         sizes = [each.buffer_numel for each in self.buckets if each.dtype is bucket.dtype and each.num_params > 1]
@@ -307,7 +310,7 @@ class Reducer:
         reduction = bucket.reduction(buffer.memory, add, arrived)
         self._reducing[reduction] = buffer, number
         labelled("reduce bucket", number, self._reduce_scatter.start, reduction)
-        while len(self._reducing) > BUCKETS_UNDER_WAY and self._may_wait and self._is_much_under_way():
+        while len(self._reducing) > BUCKETS_UNDER_WAY and self._may_wait and self._bytes_under_way > BYTES_UNDER_WAY:
             self._drain(len(self._reducing) - 1)
 
     def _drain(self, limit: int) -> None:
@@ -324,9 +327,9 @@ class Reducer:
         # this rank.
         return self._was_patient and not any(other.is_open for other in _REDUCERS if other is not self)
 
-    def _is_much_under_way(self) -> bool:
-        nbytes = sum(buffer.memory.nbytes for buffer, _ in self._reducing.values())
-        return nbytes > BYTES_UNDER_WAY
+    @property
+    def _bytes_under_way(self) -> int:
+        return sum(buffer.memory.nbytes for buffer, _ in self._reducing.values())
 
     def _recycle(self, ended: Sequence[Reduction]) -> None:
         for reduction in ended:
