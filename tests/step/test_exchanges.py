@@ -67,4 +67,5 @@ def test_exchanges_of_a_step(world: int, ranks: Pool) -> None:
         assert [kind for kind, _ in in_backward] == ["all-reduce"], setting
         (kind, nbytes), *waits = in_step
         assert kind == "exchange" and FLAG < nbytes <= MOST, setting
-        assert len(waits) <= 2 and set(waits) <= {("exchange", FLAG)}, setting
+        stage, _ = setting  # at stage 3 no rank reads what was updated before it needs it
+        assert len(waits) <= (1 if stage == 3 else 2) and set(waits) <= {("exchange", FLAG)}, setting
