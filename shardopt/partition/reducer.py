@@ -49,9 +49,10 @@ if TYPE_CHECKING:
 # one is reduced while the next is filled. Test: test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
 BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
-# Up to so many bytes a rank takes one more buffer rather than wait for the others to read one: the wait, and the reads
-# of their boards in it, cost more than so little memory.
+# Up to so many bytes and buffers a rank takes one more rather than wait for the others to read one: the wait, and the
+# reads of their boards in it, cost more than so little memory.
 BYTES_WITHOUT_WAITS = 1 << 20
+BUFFERS_WITHOUT_WAITS = 16
 # Seconds that a rank waits in mid-backward for memory that other ranks read. They have read it sooner, unless one of
 # them waits for this rank meanwhile, in a collective of the model's own. Then this rank allocates more memory than
 # planned, which is better than a deadlock.
@@ -291,10 +292,15 @@ class Reducer:
     def _acquire_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
         pool = self._pool[bucket.dtype]
         for may_drain in (True, False):
-            for index, buffer in enumerate(pool):
-                if buffer.numel >= bucket.buffer_numel:
-                    return pool.pop(index)
-            if may_drain and (self.on_stream or self._bytes_under_way > BYTES_WITHOUT_WAITS):
+            found: ReductionBuffer | None = None
+            for each in pool:
+                if each.numel >= bucket.buffer_numel and (found is None or bucket in each.buckets):
+                    found = each
+            if found is not None:
+                pool.remove(found)
+                return found
+            is_much = self._bytes_under_way > BYTES_WITHOUT_WAITS or len(self._reducing) >= BUFFERS_WITHOUT_WAITS
+            if may_drain and (self.on_stream or is_much):
                 self._drain(BUCKETS_UNDER_WAY - 1)
             elif may_drain:
                 self._recycle(self._reduce_scatter.progress())

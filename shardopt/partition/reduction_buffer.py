@@ -14,13 +14,18 @@ if TYPE_CHECKING:
 
 
 class ReductionBuffer(StreamUses):
-    """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own."""
+    """Memory for a bucket's gradients while they are reduced: from a pool, or the gradient's own.
+
+    Attributes:
+        buckets: those that have views in it.
+    """
 
     def __init__(self, memory: torch.Tensor, is_pooled: bool):
         super().__init__(memory.device)
         self.memory, self.numel, self.is_pooled = memory, memory.numel(), is_pooled  # 1D
         # The views of some of a bucket's gradients, by their indices. Making one takes longer than a small copy.
         self._views: dict[tuple[GradientBucket, tuple[int, ...]], list[torch.Tensor]] = {}
+        self.buckets: set[GradientBucket] = set()
 
     def fill(
         self,
@@ -41,6 +46,7 @@ class ReductionBuffer(StreamUses):
             self.occupy()  # another stream may have waited for an earlier reduction of this buffer
         place = bucket, tuple(grads)
         if place not in self._views:
+            self.buckets.add(bucket)
             self._views[place] = [
                 self.memory.as_strided(grad.size(), strides[index], bucket.offsets[index])
                 for index, grad in grads.items()
