@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from shardopt.kernels import native_backend
 from shardopt.partition.comm import peer_memory
 from shardopt.partition.comm.all_gather_hosts import HostGather
 from shardopt.partition.comm.group import Ranks
-from shardopt.partition.comm.host_marks import READ, HostMarks
+from shardopt.partition.comm.host_marks import FILLED, READ, HostMarks
 from shardopt.tensors.arriving_guard import ArrivingParameter
 from tests.partition.test_ranks_apart import dropping, made, trained
 from tests.step.test_quantized_traffic import SHAPES, Given, Owed, own_gradients, residuals_of, values_of
@@ -336,6 +337,28 @@ def refuses() -> None:
             opt.bind()
             assert "by host" not in repr(opt)
             opt.close()
+
+
+def test_marks_of_one_gather_are_not_taken_for_those_of_another() -> None:
+    """A rank that failed and went on, or that has left, is told from one that fills or reads: by one process's marks."""
+    marks = HostMarks(Ranks.alone(), peer_memory.PeerMemory(), [os.getpid()])
+    first, second, third = (marks.begin(5) for _ in range(3))
+
+    def state(column: int, gather: int) -> str:
+        try:
+            marks.wait(0, 5, column, gather, timedelta(seconds=1), "waiting")
+        except CommunicationError:
+            return "lost"
+        return "here"
+
+    marks.mark_filled(5, first, 0)
+    marks.mark_read(5, first)
+    assert (state(FILLED, first), state(READ, first)) == ("here", "here")
+    marks.mark_failed(5, second)
+    assert (state(FILLED, second), state(READ, second)) == ("lost", "lost")
+    assert (state(FILLED, first), state(READ, first)) == ("lost", "here")  # whoever still waits for its marks
+    marks.mark_filled(5, third, 0)
+    assert (state(FILLED, second), state(FILLED, third)) == ("lost", "here")
 
 
 def test_what_cannot_go_by_host(ranks: Pool) -> None:

@@ -78,6 +78,9 @@ class HostMarks:
     def wait(self, rank: int, window: int, column: int, gather: int, limit: timedelta | None, phase: str) -> int:
         """Waits until a rank of this host has filled the window, or has read. Returns where its window lies.
 
+        A rank begins the window's next gather once all have read in this one, or once it failed here: then nobody may
+        read what it shows, and it reads nothing of this gather any more.
+
         Raises:
             CommunicationError: the rank died, failed, or is late.
         """
@@ -89,12 +92,14 @@ class HostMarks:
                 looks = backoff.reads % _READS_BEFORE_LOOK == _READS_BEFORE_LOOK - 1
                 has_ended = looks and rank in ended_ranks(self._ranks.group)
                 self._memory.read(self._pids[rank], at, marks)
-                reached = int(marks[column])
-                if reached >= gather:
+                reached, is_past = int(marks[column]), abs(int(marks[column])) > gather
+                if reached == gather or (is_past and column == READ):
                     return int(marks[ADDRESS])
-                if reached == -gather or has_ended or not backoff.again():
+                if reached == -gather or is_past or has_ended or not backoff.again():
                     break
         except CommunicationError as error:
+            if column == READ:  # its process is gone, as after the last line of its script: it reads nothing any more
+                return 0
             raise self._lost(rank, phase) from error
         raise self._lost(rank, phase)
 
