@@ -6,7 +6,6 @@ Stage 3 frees and allocates whole buckets all the time, so the first touch of ne
 
 import ctypes
 import mmap
-from typing import Any
 
 import torch
 
@@ -46,7 +45,6 @@ class Memory:
         self.nbytes = numel * dtype.itemsize
         self.is_allocated = True
         self._mapping: mmap.mmap | None = None
-        self._bytes: Any = None  # of what is small, once it was freed: NumPy fills them in less time than torch
         self._is_small = device.type == "cpu" and self.nbytes < MAPPED_FROM
         if device.type != "cpu" or self._is_small or not CAN_ADVISE:
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
@@ -72,9 +70,9 @@ class Memory:
             return keeps_pages
         if self._is_small:
             # Not freed: code that no hook knows of would read through a null pointer. NaN, all bits set, is noticed.
-            if self._bytes is None:
-                self._bytes = self.tensor.view(torch.uint8).numpy()
-            self._bytes.fill(0xFF)
+            # The address is asked each time: share_memory_(), or a queue of torch.multiprocessing, moves the tensor.
+            # Test: test_small_memory_may_move in tests/partition/test_memory.py.
+            ctypes.memset(self.tensor.data_ptr(), 0xFF, self.nbytes)
         elif self.tensor.untyped_storage().resizable():  # not resizable once a view was given to NumPy: it stays
             self.tensor.untyped_storage().resize_(0)
         return False

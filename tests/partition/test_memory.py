@@ -97,3 +97,13 @@ def test_binding_returns_what_params_leave() -> None:
         assert not empty_cache.called
         return_free_memory(torch.device("cuda", 1))
         assert empty_cache.call_count == 1
+
+
+def test_small_memory_may_move() -> None:
+    """``share_memory_()`` gives a tensor other memory: what is freed afterwards is there."""
+    memory = Memory(100, torch.float32, torch.device("cpu"))
+    memory.free()
+    memory.allocate()
+    memory.tensor.fill_(1).share_memory_()
+    memory.free()
+    assert memory.tensor.isnan().all()
