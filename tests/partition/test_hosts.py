@@ -340,7 +340,7 @@ def refuses() -> None:
 
 
 def test_marks_of_one_gather_are_not_taken_for_those_of_another() -> None:
-    """A rank that failed and went on, or that has left, is told from one that fills or reads: by one process's marks."""
+    """By one process's marks: a rank that failed and went on, or has left, is told from one that fills or reads."""
     marks = HostMarks(Ranks.alone(), peer_memory.PeerMemory(), [os.getpid()])
     first, second, third = (marks.begin(5) for _ in range(3))
 
