@@ -34,5 +34,8 @@ class Early(Protocol):
     def forget(self) -> None:
         """Gradients are set to None, or to zero."""
 
+    def lose_round(self) -> None:
+        """The sums of the open round are lost."""
+
     def free(self) -> None:
         """Drops what was updated, and frees all copies."""

@@ -245,6 +245,8 @@ class RoundGradients:
             return
         sharded = self.domain.sharded
         self.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
+        if self.domain.early is not None:
+            self.domain.early.lose_round()
         for bucket in self._buckets.values():
             bucket.abandon()
         for gradient_slice in self._slices:  # its sum may hold a part of the lost round

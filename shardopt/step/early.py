@@ -97,7 +97,7 @@ class EarlyUpdates:
     def __init__(self, most: int, plan: Callable[[], Launches]):
         """
         Args:
-            most: bytes of all copies.
+            most: bytes of all copies; as many as there is memory for, if that is less.
             plan: returns the launches of the coming step, before its gradients have come: of the shards of which they
                 are known.
         """
@@ -165,7 +165,13 @@ class EarlyUpdates:
         need = 2 * param.nbytes + sum(home.nbytes[name] for name in streams)
         if need + sum(each.nbytes for other, each in self._copies.items() if other is not shard) > self._most:
             return None
-        copies = _Copies(home, home.beside(streams), torch.empty_like(param), torch.empty_like(param))
+        try:
+            copies = _Copies(home, home.beside(streams), torch.empty_like(param), torch.empty_like(param))
+        except (MemoryError, RuntimeError):  # torch's error on a host is a RuntimeError
+            # The step needs no copies: this rank makes do with those that it has, in place of an error in mid-backward.
+            # Test: test_steps_that_are_skipped_scaled_accumulated_or_clipped (has_no_memory).
+            self._most = sum(self.nbytes.values())
+            return None
         self._copies[shard] = copies
         return copies
 
@@ -198,6 +204,11 @@ class EarlyUpdates:
         """Gradients are set to None, or to zero."""
         self._drop()
         self._rounds = 0
+
+    def lose_round(self) -> None:
+        """The sums of the open round are lost, and what was made of them with them: no step could have taken it."""
+        self._made.clear()
+        self._drop()
 
     def free(self) -> None:
         """Drops what was updated, and frees all copies."""

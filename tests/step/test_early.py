@@ -298,10 +298,53 @@ def accumulates() -> None:
             assert (dropped[-1] > 0, max(taken) == 0) == (clips, clips), (taken, dropped)
 
 
+def of_lost_round(model: Model, opt: Opt, step: int) -> None:
+    """A backward fails when most of its buckets are reduced: nothing that a step could have taken is dropped."""
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("of the script")
+
+    opt.zero_grad()
+    loss = loss_of(model, step)
+    handle = next(model.parameters()).register_hook(fail)
+    with pytest.raises(ValueError, match="of the script"):
+        loss.backward()
+    handle.remove()
+    of_zeros(model, opt, step)
+
+
+def loses_rounds() -> None:
+    for way in (Way(2), Way(1)):
+        plain, *_ = trained(way, of_lost_round, 0)
+        with patch.object(early, "STEPS_WITHOUT", PAUSE):
+            ours, taken, dropped = trained(way, of_lost_round, ENOUGH)
+        assert ours == plain and taken[-1] > 0, (taken, dropped)
+        assert dropped[-1] == 1, dropped  # by the zero_grad() ahead of it
+
+
+def has_no_memory() -> None:
+    """The last rank has no memory for the third copy, and updates that bucket in the step."""
+    beside, calls = early.ResidentStorage.beside, []
+
+    def fails(self: Any, names: Any) -> Any:
+        calls.append(names)
+        if len(calls) > 2 and dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("can't allocate memory")
+        return beside(self, names)
+
+    plain, *_ = trained(Way(2), nothing, 0)
+    with patch.object(early.ResidentStorage, "beside", fails):
+        ours, taken, dropped = trained(Way(2), nothing, ENOUGH)
+    assert ours == plain and dropped == [0] * STEPS
+    assert (taken[-1] == 2) == (dist.get_rank() == dist.get_world_size() - 1), taken
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_steps_that_are_skipped_scaled_accumulated_or_clipped(world: int, ranks: Pool) -> None:
     ranks.run(skips, world=world)
     ranks.run(accumulates, world=world)
+    ranks.run(loses_rounds, world=world)
+    ranks.run(has_no_memory, world=world)
 
 
 def nothing_is_seen(stage: int) -> None:
