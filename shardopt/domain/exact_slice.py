@@ -67,8 +67,8 @@ class ExactSlice:
         """Takes what of ``shown`` the message does not hold, from element ``start`` of the slice on."""
         expected = torch.empty_like(shown)
         self._code.decode_into(expected, message, start)
-        # Nearly always nothing was written; a device would make the host wait. 8 bytes at a time: torch.equal() looks at
-        # one number after the other.
+        # Nearly always nothing was written; a device would make the host wait. 8 bytes at a time: torch.equal() looks
+        # at one number after the other.
         if shown.is_cpu and torch.equal(shown.view(torch.int64), expected.view(torch.int64)):
             return
         kind = torch.int16 if shown.element_size() == 2 else torch.int32

@@ -144,8 +144,8 @@ class RoundGradients:
         self.entries += entries
         for shard, of_shard in by_shard.items():
             some = [self.entries[number] for number in of_shard]
-            numbers = np.empty(len(some), dtype=np.int64)
-            numbers[[entry.index for entry in some]] = of_shard
+            in_order = sorted((self.entries[number].index, number) for number in of_shard)
+            numbers = np.array([number for _, number in in_order], dtype=np.int64)
             self._buckets[shard.number] = bucket = Arrivals(taker, shard, some, numbers)
             self._hooks += bucket.attach()
             is_early = self.release is not None or shard.gradient_sum.is_on_host

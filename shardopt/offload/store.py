@@ -285,10 +285,10 @@ class ResidentStorage:
     # -- streams beside them, for updates that nobody sees yet ----------------------------------------------------
 
     def beside(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Makes streams like those of these names, for :meth:`exchange`."""
+        """Makes streams like those of these names, for :meth:`swap_streams`."""
         return {name: self._fresh(self.planes[name]) for name in names}
 
-    def exchange(self, others: dict[str, torch.Tensor]) -> None:
+    def swap_streams(self, others: dict[str, torch.Tensor]) -> None:
         """Takes streams that :meth:`beside` made in place of its own, which ``others`` holds from then on.
 
         Nobody may hold a view of its own: see :attr:`is_shown`.

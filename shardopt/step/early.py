@@ -189,7 +189,7 @@ class EarlyUpdates:
         made, copies = self._made.pop(shard), self._copies[shard]
         with domain.clock.phase("early"):
             made.param.copy_(copies.params)
-            made.home.exchange(copies.streams)
+            made.home.swap_streams(copies.streams)
         self._taking += 1
 
     def end_step(self) -> None:

@@ -61,7 +61,14 @@ OTHERS: dict[type[Any], dict[str, Any]] = {
         "chunk_bytes": 8192,
         "nonfinite": "raise",
     },
-    Offload: {"states": None, "gradients": "cpu", "params": "cpu", "step": "cpu", "pin_memory": False},
+    Offload: {
+        "states": None,
+        "gradients": "cpu",
+        "params": "cpu",
+        "step": "cpu",
+        "early_bytes": 4096,
+        "pin_memory": False,
+    },
 }
 
 
@@ -76,6 +83,7 @@ def other(options: type[Any], name: str, default: Any) -> Any:
 # What all ranks give besides, where the other value needs it.
 BESIDES: dict[str, dict[str, Any]] = {
     "gradients": {"stage": 2},
+    "early_bytes": {"stage": 2},
     "params": {"stage": 3},
     "norm_group": {"module": None},
     "gather_dtype": {"stage": 3},

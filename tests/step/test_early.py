@@ -15,6 +15,7 @@ from torch import nn
 
 from shardopt import BindingError, CommunicationError, Offload, ShardedAdamW, Tuning
 from shardopt.domain.tiers import check_offload
+from shardopt.partition import reducer
 from shardopt.step import early
 from tests.support.late_copies import AsLateAsAllowed, as_on_a_gpu
 from tests.support.ranks import Pool
@@ -366,6 +367,8 @@ def nothing_is_seen(stage: int) -> None:
     assert ends[0] == ends[1]
 
 
+# Small buckets take another buffer rather than wait, as many as the pace of the ranks asks for: here they wait.
+@patch.multiple(reducer, BYTES_WITHOUT_WAITS=0, BUFFERS_WITHOUT_WAITS=0, PATIENCE=120.0)
 def starts_early(stage: Any) -> None:
     """The first update begins before half of the buckets have arrived, and the copies have no more than their bytes."""
     events: list[str] = []

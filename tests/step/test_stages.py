@@ -608,7 +608,8 @@ def held_bytes_are_the_formula() -> None:
             # A rank that is late by more than the reducer's patience costs a buffer more; here it has all the time. So
             # does a round of another reducer that is open: one that an earlier job of this process never finished.
             alone = weakref.WeakSet[Any]()
-            with patch.multiple(reducer_module, BYTES_UNDER_WAY=0, PATIENCE=120.0, _REDUCERS=alone):
+            no_slack = {"BYTES_UNDER_WAY": 0, "BYTES_WITHOUT_WAITS": 0, "BUFFERS_WITHOUT_WAITS": 0}
+            with patch.multiple(reducer_module, **no_slack, PATIENCE=120.0, _REDUCERS=alone):
                 run_layers(model, optimizer, steps=2)
             held = {kind: sum(tiers.values()) for kind, tiers in optimizer.memory().items()}
             shards = world if stage else 1
