@@ -57,7 +57,8 @@ def gradient_statistics(engine: Engine, names: Sequence[str]) -> dict[str, dict[
         engine.bind_module()
         found: dict[str, dict[str, float]] = {}
         if engine.takeover.rounds is not None:
-            for part in reversed(engine.takeover.rounds.parts):
+            *experts, main = engine.takeover.rounds.parts
+            for part in (main, *experts):
                 found |= statistics_of(part, engine.takeover.rounds, names)
         return found
 

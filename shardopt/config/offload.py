@@ -59,7 +59,7 @@ class Offload:
             much as every rank's device has room for.
         early_bytes: of copies of states and params, which a backward updates as soon as a bucket is reduced; the step
             takes them if nothing changed what they were made of, else it updates as it does without. With the module,
-            states in host memory, and params on a CPU. 0: the step makes all updates. ``opt.timings()`` counts them.
+            and states in host memory. 0: the step makes all updates. ``opt.timings()`` counts what it took.
         pin_memory: True to register host memory with the GPU, where there is one.
     """
 

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 _DISK_SECONDS = 300.0
 
 
-_OF_COPIES = "omit early_bytes=, or give a process_group of one dimension"
-
-
 def tier_of(offload: Offload | None) -> str:
     """Returns "device", "host" or "disk"."""
     if offload is None:
@@ -135,11 +132,12 @@ def check_offload(offload: Offload | None, device: torch.device, copies: int = 1
     if offload is None:
         return
     call, wrong = "", None
-    if device.type == "cpu":
+    if offload.early_bytes and copies > 1:
+        call = "omit early_bytes=, or give a process_group of one dimension"
+        wrong = f"sums are added up over {copies} copies of the states, at the end of a backward"
+    elif device.type == "cpu":
         if offload.step == "gpu":
             call, wrong = "omit step=, or move the model to a GPU", "step='gpu' has none to run on"
-        elif offload.early_bytes and copies > 1:
-            call, wrong = _OF_COPIES, f"sums of gradients are added up over {copies} copies of the states at its end"
     elif in_backward and (offload.directory is not None or offload.step == "cpu"):
         call = "give offload=Offload(step='gpu'), or omit release_gradients or offload"
         wrong = "buckets are updated in backward, which would wait for the CPU that updates them, one after the other"
@@ -148,8 +146,6 @@ def check_offload(offload: Offload | None, device: torch.device, copies: int = 1
     elif offload.early_bytes and (offload.step == "cpu" or offload.gradients is not None):
         call = "omit early_bytes=, or step='cpu' and gradients="
         wrong = "a backward would wait for sums that come to the host, and for the CPU that updates with them"
-    elif offload.early_bytes and copies > 1:
-        call, wrong = _OF_COPIES, f"sums of gradients are added up over {copies} copies of the states at its end"
     elif offload.gradients is not None and copies > 1:
         call = "omit gradients=, or give a process_group of one copy"
         wrong = f"sums of gradients are added up over {copies} copies of the states on the GPU, all of them at once"

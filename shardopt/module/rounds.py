@@ -1,4 +1,4 @@
-"""Backward of a module that was taken over: the reducer sums gradients over ranks, and ``param.grad`` becomes a part.
+"""Rounds of a module that was taken over: the reducer sums gradients over ranks, and ``param.grad`` becomes a part.
 
 A round is one backward that reduces gradients; with gradient accumulation, the last backward before the step. The
 gradient of the module's output, or else the first gradient of a param, opens the round. Autograd accumulates gradients,
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ import torch
 from ..domain.agreement import agree_on
 from ..domain.alone import check_not_alone
 from ..domain.turn import holding
-from ..errors import ShardoptError
+from ..errors import CommunicationError, ShardoptError
 from ..tensors.pipelining import ZERO_BUBBLE
 from ..tensors.unsharded_guard import keep_pattern
 from .arrivals import shown_slice
@@ -451,8 +450,12 @@ def fail_closure(rounds: Rounds, error: Exception, ended_before: int) -> bool:
     elif rounds.is_open:
         rounds.problem = error
         try:
-            with suppress(Exception):  # the report tells the other ranks; this rank raises the closure's own error
-                rounds.finish()
+            rounds.finish()
+        except CommunicationError:  # the report has told the other ranks; this rank raises the closure's own error
+            pass
+        except Exception as other:
+            if other is not error:
+                raise
         finally:
             rounds.problem = None
     # In a join() all ranks exchange what they do before each forward and backward.

@@ -251,7 +251,7 @@ class ResidentStorage:
         return ((0, self._numel),)
 
     def view(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Like ``read``, for who neither keeps it nor waits: the caller knows which copies are under way."""
+        """Like ``read``, for a caller that keeps no view and knows which copies are under way: no count, no wait."""
         plane = self.planes[name]
         return self.streams[name][start // plane.grain : plane.items(stop)]
 

@@ -235,7 +235,7 @@ class EarlyUpdates:
     def __str__(self) -> str:
         waits = max(self._waits_until - self._steps, 0)
         pause = f", none for {waits} steps from now on" if waits else ""
-        return f"early updates: {self.taken} buckets in the last step, dropped {self.dropped} times{pause}"
+        return f"early updates: buckets that the last step took: {self.taken}, drops so far: {self.dropped}{pause}"
 
 
 def _tables(launches: Sequence[Launch]) -> list[bytes]:
