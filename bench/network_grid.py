@@ -56,6 +56,7 @@ def summary_of(
         wire = wire_floor(name, numel, itemsize, hosts, gigabits)
         floors = [max(wire, 0.0 if compute is None else compute[at]) for at in range(len(own))]
         rows[name] = {
+            "title": title_of(name),
             "step s": median_of(own),
             "x DDP": ratios(own, seconds["ddp"]) if "ddp" in seconds else None,
             "x floor": ratios(own, floors) if all(floors) else None,
@@ -84,14 +85,14 @@ def measure_grid(args: argparse.Namespace, settings: Settings) -> None:
             ("what", "ms", "x DDP", "x floor", "wire's floor ms", "MB sent"),
             [
                 [
-                    title_of(name),
+                    row["title"],
                     f"{1e3 * row['step s'].median:.0f}",
                     str(row["x DDP"] or ""),
                     str(row["x floor"] or ""),
                     f"{1e3 * row['wire floor s']:.0f}",
                     f"{row['MB sent']:.1f}",
                 ]
-                for name, row in cell["ways"].items()
+                for row in cell["ways"].values()
             ],
         )
     for name, reason in failed.items():

@@ -270,6 +270,29 @@ def states_on_the_host(moves: dict[str, Any], ways: dict[str, Any]) -> str:
     )
 
 
+def two_hosts() -> str:
+    """A step of two hosts that a slow wire joins, beside DDP's and beside the floor."""
+    result = newest("network-grid-fp32-2x1")
+    machine, settings, found = result["machine"], result["settings"], result["results"]
+    lines = []
+    for cell in found["cells"]:
+        lines += [
+            f"A training step of a GPT of {found['params'] / 1e6:.1f}M params in {settings['dtype']}, of two ranks on "
+            f"{machine['device']}, joined by a link of {cell['Gbit/s']:g} Gbit/s and {cell['ms']:g} ms as two hosts "
+            f"are; torch {machine['torch']}, gloo: {MEDIANS}. The floor is the larger of the step without any exchange "
+            "and the time that the link needs for the bytes of such a step.",
+            "",
+            "| what | ms | x DDP | x floor | MB that a rank sends |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['title']} | {1e3 * row['step s']['median']:.0f} | {interval(row['x DDP'])} "
+            f"| {interval(row['x floor'])} | {row['MB sent']:.0f} |"
+            for row in cell["ways"].values()
+        ]
+    return "\n".join(lines)
+
+
 def stages() -> str:
     """Every stage and tier that was measured."""
     fp32, bf16, four = newest("train-fp32"), newest("train-bf16"), newest("train-fp32-4-ranks")
@@ -464,6 +487,7 @@ SECTIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/formats.md", "bytes"): bytes_of_formats,
     ("docs/formats.md", "costs"): costs_of_formats,
     ("docs/stages.md", "measured"): stages,
+    ("docs/traffic.md", "network"): two_hosts,
     ("docs/optimizers.md", "curves"): curves,
 }
 
