@@ -126,7 +126,7 @@ class Tuning:
     )
     keep: Sequence[str] = option(
         (),
-        "stage 3: patterns of names of params and modules that stay whole ([how](stages.md#kept-whole-by-name))",
+        "stage 3: patterns of names of params and modules that stay whole ([how](stage-3.md#kept-whole-by-name))",
         partial(texts, example='("lm_head", "*.norm")'),
     )
     live_bytes: int | None = option(
@@ -143,7 +143,7 @@ class Tuning:
     reshard_after_forward: bool | int | Literal["host"] | Sequence[str] = option(
         True,
         "stage 3: False: units stay gathered until the backward; or patterns of names: the other units stay; or how "
-        'many ranks, or `"host"`, [hold them between them](stages.md#held-by-fewer-ranks)',
+        'many ranks, or `"host"`, [hold them between them](stage-3.md#held-by-fewer-ranks)',
         _who_holds,
     )
     prefetch: int | Mapping[str, Sequence[str]] | None = option(
