@@ -201,6 +201,51 @@ def measured(
     return found, of_a_step
 
 
+# ---- Updates and moves, without a model ------------------------------------------------------------------------------
+
+
+def flat(device: torch.device, offload: Any = None) -> shardopt.ShardedAdamW:
+    """64 chunks in 4 params, as ``bench/bus.py`` has them, of a thousandth of the bytes."""
+    params = [nn.Parameter(torch.ones(1 << 14, dtype=torch.bfloat16, device=device)) for _ in range(4)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    tuning = shardopt.Tuning(chunk_bytes=1 << 12, bucket_bytes=1 << 15, nonfinite="propagate")
+    return shardopt.ShardedAdamW(params, lr=1e-3, offload=offload, tuning=tuning)
+
+
+def moves(device: torch.device, turns: int) -> dict[str, dict[str, float]]:
+    """Seconds of the host by call, the least: of its main thread, and of the driver.
+
+    A step of DDP takes its turns among them: what this machine was busy with besides is in both.
+    """
+    from tests.support.without_gpu.counts import counts
+
+    away, ring = flat(device), flat(device, shardopt.Offload(step="gpu"))
+    on_cpu = flat(device, shardopt.Offload(step="cpu"))
+    named: dict[str, Callable[[], object]] = {
+        "update-ring, step": ring.step,
+        "update-cpu-step, step": on_cpu.step,
+        "moves, step, states on the device": away.step,
+        "moves, offload": lambda: away.offload("cpu"),
+        "moves, step, states offloaded": away.step,
+        "moves, reload": away.reload,
+    }
+    torch.manual_seed(0)
+    beside, tokens = ddp(Gpt(12).to(device)), torch.zeros(1, 2, dtype=torch.long, device=device)
+    of_ddp = dict.fromkeys(PHASES, float("inf"))
+    least = {name: float("inf") for name in named}
+    driver: dict[str, float] = {}
+    for _ in tqdm(range(turns), desc="turns", unit="turn", disable=None):
+        for name, call in named.items():
+            before, start = counts(), time.thread_time()
+            call()
+            least[name] = min(least[name], time.thread_time() - start)
+            driver[name] = sum(PRICES.get(kind, 0.0) * (count - before[kind]) for kind, count in counts().items())
+        of_ddp = {phase: min(of_ddp[phase], seconds) for phase, seconds in turn(beside, tokens, 2).items()}
+    found = {name: {"least seconds": least[name], "driver": driver[name]} for name in named}
+    return {**found, DDP: of_ddp}
+
+
 def device_of(name: str) -> torch.device:
     """Raises SystemExit if a null device is asked for and this is not one."""
     if name == "cpu":
@@ -216,6 +261,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs=2, default=[12, 36], help="of the two models")
     parser.add_argument("--turns", type=int, default=15, help="of each engine")
     parser.add_argument("--steps", type=int, default=4, help="in a turn")
+    parser.add_argument("--engines", nargs="+", metavar="ENGINE", help="some of them, DDP's among them (default: all)")
+    parser.add_argument("--moves", action="store_true", help="of a null device: only updates and moves of states")
     args = parser.parse_args()
     if args.quick:
         args.turns, args.steps = 3, 2
@@ -224,8 +271,13 @@ def main() -> None:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+    if args.moves:
+        write_result("host-moves-null", args, torch.device("cpu"), moves(device, 4 * args.turns))
+        dist.destroy_process_group()
+        return
     few, many = sorted(args.blocks)
     makers = ENGINES if args.device == "cpu" else {**ENGINES, **OF_BUCKETS}
+    makers = {name: make for name, make in makers.items() if name in (args.engines or makers)}
     num_params = sum(1 for _ in Gpt(many).parameters()) - sum(1 for _ in Gpt(few).parameters())
     found, of_a_step = measured(makers, device, (few, many), args.turns, args.steps)
     whole = {key: [sum(each.values()) for each in turns] for key, turns in found.items()}
@@ -238,17 +290,17 @@ def main() -> None:
         slopes = [(b - a) / num_params for a, b in zip(whole[few, name], whole[many, name], strict=True)]
         of_few = sum(1 for _ in Gpt(few).parameters())
         fixed = median_of([a - slope * of_few for a, slope in zip(whole[few, name], slopes, strict=True)])
-        over = {other: [ratios(whole[n, name], whole[n, other]) for n in (few, many)] for other in (DDP, FSDP2)}
+        others = [other for other in (DDP, FSDP2) if other in makers]
+        over = {other: [ratios(whole[n, name], whole[n, other]) for n in (few, many)] for other in others}
         results[name] = {
             "seconds": [median_of(whole[n, name]) for n in (few, many)],
             "least seconds": [_least(found[n, name]) for n in (few, many)],
             "seconds a param": of_a_param,
             "seconds fixed": fixed,
-            "over DDP": over[DDP],
-            "over FSDP2": over[FSDP2],
+            **{f"over {other.partition(',')[0]}": over[other] for other in others},
         }
         if of_a_step:
-            for other in (DDP, FSDP2):
+            for other in others:
                 both = [
                     ratios(*([each + driver[n, which] for each in whole[n, which]] for which in (name, other)))
                     for n in (few, many)

@@ -13,14 +13,20 @@ one that is predicted by the same factor on each side of each matrix, so bytes g
 * ``critical path``: what the end waited for, by name; a share of the step.
 * on an H100, beside each committed result of one, the prediction and its error. Rates of the machine come from the
   results of the bus and the kernels alone; training steps, moves and steps with states in host memory are held out.
-  The host's time of a training's phases is that of ``bench/host.py`` on another machine.
+  The host's time of a training's phases is that of ``bench/host.py`` on a null device of another machine, times one
+  factor, to which the step of DDP was fitted.
+
+The H100 ran earlier commits. ``--record FILE`` writes what stand-ins record of the commit at hand, and ``--held-out``
+predicts each result from the record of its own commit, and from the times of ``bench/host.py`` of that commit.
 """
 
 import argparse
 import json
+import pickle
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +34,7 @@ from typing import Any
 import torch
 from common import RESULTS, parser_of, show, write_result
 from gpt import GPT
+from host import DDP, seconds_of_driver
 from svg import Picture
 from torch import nn
 from torch.nn import Parameter
@@ -42,7 +49,7 @@ from tests.support.training import one_thread
 
 LARGER = 32
 MI = 1 << 20
-GPT_PARAMS = 149
+BLOCKS = 12  # of the model of bench/host.py that has as many params as this one
 Make = Callable[[Machine], Calls]
 
 
@@ -54,7 +61,7 @@ class Training:
     """Calls on a machine.
 
     Attributes:
-        host: the row of ``bench/host.py`` that its host's time is taken from.
+        host: the row of ``bench/host.py`` that its host's time is taken from; None: its updates and moves have one.
         waits: True if the measurement waits for the device after each call.
     """
 
@@ -119,7 +126,7 @@ def flat(moves: bool = False, **keywords: Any) -> Make:
 
 RING, CPU_STEP = Offload(step="gpu"), Offload(step="cpu")
 TRAININGS = {
-    "ddp": Training(gpt(None), host="DDP, torch fused AdamW"),
+    "ddp": Training(gpt(None), host=DDP),
     **{f"stage-{stage}": Training(gpt(stage), host=f"stage {stage}") for stage in (0, 1, 2)},
     "stage-3": Training(gpt(3), host="stage 3, keep_below=0"),
     "stage-2-ring": Training(gpt(2, offload=RING), host="stage 2"),
@@ -133,11 +140,12 @@ TRAININGS = {
 }
 
 # What an H100 measured: file, path in it, and the training and call that predict it ("": the whole round).
+_TRAININGS = "train-bf16-1-ranks-quick"
+FITTED = (_TRAININGS, ("engines", "ddp", "step s", "median"))
 HELD_OUT = [
     *(
-        ("train-bf16-1-ranks-quick", ("engines", engine, "step s", "median"), training, "")
+        (_TRAININGS, ("engines", engine, "step s", "median"), training, "")
         for engine, training in (
-            ("ddp", "ddp"),
             ("module-0", "stage-0"),
             ("module-1", "stage-1"),
             ("module-2", "stage-2"),
@@ -166,13 +174,35 @@ NOT_PREDICTED = {
 }
 
 
-def host_times(row: str | None) -> dict[str, int]:
-    """Nanoseconds of the host by phase, of a model of as many params, as ``bench/host.py`` measured them."""
+def host_times(name: str, hardware: Hardware, commit: str = "") -> dict[str, int]:
+    """Nanoseconds of the host by call, as ``bench/host.py`` measured them for a GPU.
+
+    Args:
+        name: of a training; of one with a model, the times are those of a model of as many params.
+        commit: an earlier one that they are of.
+    """
+    of = f"host-of-{commit}-" if commit else "host-"
+    row = TRAININGS[name].host
     if row is None:
-        return {}
-    path = sorted(RESULTS.glob("*-host-1-ranks-*.json"))[-1]
-    phases = json.loads(path.read_text())["results"][row]["seconds a param"]
-    return {name: int(phases[name]["median"] * 1e9 * GPT_PARAMS) for name in ("forward", "backward", "step")}
+        found = _newest(f"{of}moves-null")
+        its = {key.partition(", ")[2]: value for key, value in found.items() if key.startswith(f"{name}, ")}
+        # Times of another run, in which the machine may have been busier: DDP's step is in both.
+        of_ddp = _newest(f"{of}null-1-ranks")[DDP]["least seconds"][0]
+        share = sum(of_ddp.values()) / sum(found[DDP].values()) if found else 1.0
+        seconds = {call: share * value["least seconds"] + value["driver"] for call, value in its.items()}
+    else:
+        found = _newest(f"{of}null-1-ranks")[row]
+        least, calls = found["least seconds"][0], found["calls"][f"{BLOCKS} blocks"]
+        phases = ("forward", "backward", "step")
+        seconds = {phase: least[phase] + seconds_of_driver({phase: calls[phase]}) for phase in phases}
+    return {call: int(1e9 * each * hardware.host) for call, each in seconds.items()}
+
+
+def _newest(name: str) -> dict[str, Any]:
+    """Results of this benchmark; none: calls take what the machine says of each."""
+    paths = sorted(RESULTS.glob(f"*-{name}-*.json"))
+    found: dict[str, Any] = json.loads(paths[-1].read_text())["results"] if paths else {}
+    return found
 
 
 def recorded(name: str) -> Round:
@@ -184,9 +214,10 @@ def recorded(name: str) -> Round:
 # ---- What is printed -------------------------------------------------------------------------------------------------
 
 
-def predict(name: str, found: Round, hardware: Hardware) -> dict[str, Any]:
+def predict(name: str, found: Round, hardware: Hardware, commit: str = "") -> dict[str, Any]:
+    """Returns a training's times; ``commit``: an earlier one, which was recorded."""
     training = TRAININGS[name]
-    host = host_times(training.host)
+    host = host_times(name, hardware, commit)
     steps = timed(found, hardware, training.waits, host)
     nanoseconds = sum(each.nanoseconds for each in steps.values())
     busy: Counter[str] = Counter()
@@ -205,26 +236,60 @@ def predict(name: str, found: Round, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def beside_results(predictions: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def measured(kind: str, where: Sequence[str]) -> tuple[float, str]:
+    """Returns what an H100 measured, and the commit that it ran."""
+    content: Any = json.loads(sorted(RESULTS.glob(f"*-{kind}-nvidia-h100*.json"))[-1].read_text())
+    found, commit = content["results"], content["machine"]["commit"][:7]
+    for key in where:
+        found = found[key]
+    return found, commit
+
+
+def fitted(hardware: Hardware, ddp: Round, commit: str = "") -> Hardware:
+    """Returns the machine with the factor of its host's time by which DDP takes what an H100 measured."""
+    seconds, _ = measured(*FITTED)
+    low, high = 0.1, 10.0
+    for _ in range(30):
+        middle = replace(hardware, host=(low + high) / 2)
+        if predict("ddp", ddp, middle, commit)["seconds"] < seconds:
+            low = middle.host
+        else:
+            high = middle.host
+    return replace(hardware, host=round(low, 4))
+
+
+def beside_results(prediction_of: Callable[[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """``prediction_of``: takes a training and the commit that was measured."""
     rows = []
     for kind, where, training, call in HELD_OUT:
-        path = sorted(RESULTS.glob(f"*-{kind}-nvidia-h100*.json"))[-1]
-        content = json.loads(path.read_text())
-        measured: Any = content["results"]
-        for key in where:
-            measured = measured[key]
-        found = predictions[training]
+        seconds, commit = measured(kind, where)
+        found = prediction_of(training, commit)
         predicted = found["calls"][call] if call else found["seconds"]
         rows.append(
             {
                 "result": f"{kind}: {where[1] if kind != 'offload-moves' else call}",
-                "commit": content["machine"]["commit"],
-                "measured s": measured,
+                "commit": commit,
+                "measured s": seconds,
                 "predicted s": predicted,
-                "error": predicted / measured - 1,
+                "error": predicted / seconds - 1,
+                "busy": found["busy"],
             }
         )
     return rows
+
+
+def held_out(directory: Path) -> dict[str, Any]:
+    """Predicts each result of the H100 from the record of the commit that it ran, and from that commit's host times."""
+
+    @cache
+    def records_of(commit: str) -> dict[str, Round]:
+        found: dict[str, Round] = pickle.loads((directory / f"{commit}.pickle").read_bytes())
+        return found
+
+    _, commit = measured(*FITTED)
+    hardware = fitted(MACHINES["h100-pcie5"], records_of(commit)["ddp"], commit)
+    rows = beside_results(lambda training, of: predict(training, records_of(of)[training], hardware, of))
+    return {"hardware": asdict(hardware), **compared(rows)}
 
 
 def chrome_trace(plan: Schedule) -> dict[str, Any]:
@@ -274,8 +339,21 @@ def _boxes(plan: Schedule, engine: str, on_path: set[int]) -> list[tuple[int, in
 
 def main() -> None:
     args = parse_args()
-    hardware = MACHINES[args.machine]
+    if args.held_out:
+        write_result("timeline-held-out", args, torch.device("cpu"), held_out(args.held_out))
+        return
     records = {name: recorded(name) for name in args.training}
+    if args.record:
+        args.record.write_bytes(pickle.dumps(records))
+        return
+    for name in MACHINES if args.machine == "all" else [args.machine]:
+        args.machine = name
+        of_machine(args, records)
+
+
+def of_machine(args: argparse.Namespace, records: dict[str, Round]) -> None:
+    """Predicts, prints and writes what was recorded on one machine."""
+    hardware = fitted(MACHINES[args.machine], records.get("ddp") or recorded("ddp"))
     predictions = {name: predict(name, found, hardware) for name, found in records.items()}
     show(
         f"{hardware.name}: predicted, not measured",
@@ -297,9 +375,9 @@ def main() -> None:
         "trainings": predictions,
     }
     if hardware.name.startswith("h100") and set(TRAININGS) == set(records):
-        results.update(compared(predictions))
+        results.update(compared(beside_results(lambda training, _: predictions[training])))
     first = args.training[0]
-    plan = drawn(records[first], hardware, host_times(TRAININGS[first].host))
+    plan = drawn(records[first], hardware, host_times(first, hardware))
     if args.trace:
         args.trace.write_text(json.dumps(chrome_trace(plan)))
     if args.svg:
@@ -308,8 +386,7 @@ def main() -> None:
         write_result(f"timeline-{hardware.name}", args, torch.device("cpu"), results)
 
 
-def compared(predictions: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    rows = beside_results(predictions)
+def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(each["error"]) for each in rows]
     worst = max(rows, key=lambda each: abs(each["error"]))
     show(
@@ -339,9 +416,11 @@ def compared(predictions: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--machine", choices=[*MACHINES], default="h100-pcie5", help="what it is predicted for")
+    parser.add_argument("--machine", choices=[*MACHINES, "all"], default="h100-pcie5", help="what it is predicted for")
     parser.add_argument("--training", nargs="+", choices=[*TRAININGS], default=[*TRAININGS], metavar="TRAINING")
     parser.add_argument("--trace", type=Path, help="a Chrome trace of the first training")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="only write what is recorded of the trainings")
+    parser.add_argument("--held-out", type=Path, metavar="DIRECTORY", help="only compare: of records COMMIT.pickle")
     parser.add_argument("--svg", type=Path, help="a picture of the first training")
     return parser.parse_args()
 

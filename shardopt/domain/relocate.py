@@ -98,16 +98,26 @@ def _copy(domain: Domain, store: Store, near: Store | None, storages: list[Shard
         to = near if shard.stays and near is not None else store
         storages.append(to.home(shard.numel, shard.dtype, shard.device))
         copy_streams(shard, storages[-1])
+    for each in storages:
+        if isinstance(each, HostStorage):
+            each.settle()
     store.flush()
 
 
 def copy_streams(shard: Shard, new: ShardStorage) -> None:
-    """Copies the masters and states of a shard from its home to another one, or moves the tensors."""
+    """Copies the masters and states of a shard from its home to another one, or moves the tensors.
+
+    Copies from the device to host memory go on until the new storage is settled.
+    """
     old = shard.home
     bounds = [(0, shard.numel)]
     if _is_with_params(old) and _is_with_params(new):
         assert isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage)
         new.take_streams(old)
+        return
+    if _is_with_params(old) and isinstance(new, HostStorage):
+        assert isinstance(old, ResidentStorage)
+        new.fill(old)
         return
     if not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):
         bounds = _few_at_a_time(new.chunks())  # from disk to disk: a few chunks at a time pass through memory

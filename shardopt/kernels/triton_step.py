@@ -295,6 +295,7 @@ def pass_function(part: Pass) -> Any:
     return triton.jit(function_from_source(pass_text(part), "triton", {**RULE_WORDS, "keep": keep, "kept": kept}))
 
 
+@functools.cache
 def constants(spec: Spec, number: int, aligned: bool) -> dict[str, Any]:
     """Returns the kernel's compile-time arguments."""
     part = spec.passes[number]

@@ -84,24 +84,23 @@ def addresses(streams: Streams | JoinedStreams) -> torch.Tensor:
     if isinstance(streams, JoinedStreams) and len(streams.shards) == 1 and streams.shards[0] is not None:
         streams = streams.shards[0]
     if isinstance(streams, Streams):
-        return torch.tensor([[at for at, _ in _places(streams)]], dtype=torch.int64)
-    width = next(len(_places(each)) for each in streams.shards if each is not None)
+        return torch.tensor([[at for at, _ in _places(streams, 1)]], dtype=torch.int64)
+    width = next(len(_places(each, 1)) for each in streams.shards if each is not None)
     found, row, first = np.zeros((sum(streams.num_rows), width), np.int64), 0, 0
     for each, num_blocks, num_rows in zip(streams.shards, streams.num_blocks, streams.num_rows, strict=True):
         if each is not None:
-            found[row : row + num_rows] = [at and at - first * nbytes for at, nbytes in _places(each)]
+            found[row : row + num_rows] = [at and at - first * nbytes for at, nbytes in _places(each, num_blocks)]
         row, first = row + num_rows, first + num_blocks
     return torch.from_numpy(found)
 
 
-def _places(streams: Streams) -> list[tuple[int, int]]:
-    """The address of each stream, or 0, and its bytes a block."""
-    found = [
-        (0, 0) if each is None else (each.data_ptr(), BLOCK * each.element_size())
-        for each in (streams.param, streams.master, *streams.states)
-    ]
+def _places(streams: Streams, num_blocks: int) -> list[tuple[int, int]]:
+    """The address of each stream, or 0, and its bytes a block: of codes of 4 bits half a byte an element."""
     scales = [streams.scale(index) for index in range(len(streams.states))]
-    return found + [(0, 0) if each is None else (each.data_ptr(), each.element_size()) for each in scales]
+    return [
+        (0, 0) if each is None else (each.data_ptr(), each.nbytes // max(num_blocks, 1))
+        for each in (streams.param, streams.master, *streams.states, *scales)
+    ]
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

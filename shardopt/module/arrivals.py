@@ -65,6 +65,7 @@ class Arrivals:
             bucket has its gradients.
         unit: of stage 3 that the bucket belongs to in this round; gradients that rest come while it is here.
         stream: on which the gradients that rest were made; None on a CPU.
+        handle: of that stream, by which each hook knows it.
         reducer: that reduces them, from the first round on.
         taker: returns the rounds, which take what is to be handed over; None once they are gone.
     """
@@ -77,7 +78,7 @@ class Arrivals:
         self.shard, self.entries, self.numbers, self.missing = shard, entries, numbers, 0
         self.taker = weakref.ref(taker)  # weak: a cycle would outlive the optimizer
         self._is_in_order = shard.device.type == "cpu"  # which has no streams
-        self._index = shard.device.index  # of the GPU: each gradient asks for its stream
+        self._index = shard.device.index  # of the GPU
         self.unit: Unit | None = None
         resting = frozenset(shard.bucket.layout.resting)
         self._resting = [entry for entry in entries if entry.outer is entry.param and entry.index in resting]
@@ -86,6 +87,7 @@ class Arrivals:
         self._rests = frozenset(self._indices)
         self.by_param = {id(entry.outer): entry for entry in entries}
         self.stream: torch.cuda.Stream | None = None
+        self.handle: int | None = None
 
     def attach(self) -> list[Any]:
         """Registers the hooks of the params. Returns their handles."""
@@ -98,7 +100,8 @@ class Arrivals:
     def begin(self, missing: int, reducer: Reducer) -> None:
         """A round begins, in which the bucket waits for this many gradients."""
         gathered = self.shard.gathered
-        self.missing, self.stream, self.unit = missing, None, None if gathered is None else gathered.unit
+        self.missing, self.stream, self.handle = missing, None, None
+        self.unit = None if gathered is None else gathered.unit
         self.reducer = reducer
 
     def rests(self, entry: ParamRecord) -> bool:
@@ -113,7 +116,7 @@ class Arrivals:
             return True
         stream = stream_of_thread(self._index)
         if self.stream is None:
-            self.stream = stream
+            self.stream, self.handle = stream, torch._C._cuda_getCurrentRawStream(self._index)
         # One copy reads all of them, on this stream. Test: tests/partition/test_stream_order.py.
         return stream is self.stream
 
@@ -211,14 +214,19 @@ def _hook(arrivals: Arrivals, is_in_order: bool, rests: bool) -> Hook:
         is_in_order: no device, which has streams.
         rests: gradients may rest; else they go to the buffer at once.
     """
-    reference, unsharded = weakref.ref(arrivals), UnitState.UNSHARDED
+    reference, unsharded, index = weakref.ref(arrivals), UnitState.UNSHARDED, arrivals.shard.device.index
 
     def hook(param: torch.Tensor) -> None:
         me = reference()
         if me is None:
             return
         is_here = me.unit is None or me.unit.state is unsharded
-        if not (rests and me.missing and is_here and (is_in_order or me.may_rest())):
+        if not (
+            rests
+            and me.missing
+            and is_here
+            and (is_in_order or torch._C._cuda_getCurrentRawStream(index) == me.handle or me.may_rest())
+        ):
             taker = me.taker()
             if taker is not None:
                 taker.take_gradient(me, me.by_param[id(param)])

@@ -44,6 +44,20 @@ class HostStorage(ResidentStorage):
         self._store.wait_for_copies()
         super().write(name, start, values)
 
+    def fill(self, source: ResidentStorage) -> None:
+        """Takes the streams of a storage on the device, as the first ones. They are here after :meth:`settle`.
+
+        To register memory takes longer than to fill it: the next stream's is registered while one is copied.
+        """
+        for name in source.names:
+            plane = source.planes[name]
+            self.streams[name], self.planes[name] = self._fresh(plane, self._store.pages.unfilled), plane
+            self._store.copy_in(source.streams[name], self.streams[name])
+
+    def settle(self) -> None:
+        """Waits for the copies that :meth:`fill` began."""
+        self._store.wait_for_copies()
+
     def renew(self, zeroed: Collection[str]) -> None:
         self._store.wait_for_copies()
         before = list(self.streams.values())
@@ -81,6 +95,7 @@ class HostStore(Store):
         self.order_stores: Callable[[], None] = lambda: None
         self._streams, self._device = streams, device
         self._shown: Mark = None  # after the last copy that `copy_out` began; it stays once somebody has waited for it
+        self._written: Mark = None  # after the last copy that `copy_in` began; None once the host has waited for it
         self._homes: weakref.WeakSet[HostStorage] = weakref.WeakSet()
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostStorage:
@@ -92,6 +107,11 @@ class HostStore(Store):
         """Waits until no copy from or to this memory is under way."""
         self.wait_for_stores()
         self.wait_for_reads()
+        written = self._written
+        if written is not None and self._streams is not None:
+            self._streams.synchronize(written)
+            if self._written is written:  # and not a later one: other threads call this, too
+                self._written = None
 
     def wait_for_reads(self) -> None:
         """Waits until the host may write to what forwards and backwards have read."""
@@ -108,6 +128,13 @@ class HostStore(Store):
         self.order_stores()
         into.copy_(source, non_blocking=True)
         self._shown = self._streams.now()
+
+    def copy_in(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        """Copies to this memory; from the device the host goes on, and ``wait_for_copies`` waits."""
+        if self._streams is None or source.device != self._device:
+            into.copy_(source)
+        else:
+            self._written = self._streams.to_host([(into, source)], self._streams.now())
 
     def fetch(self, chunk: Chunk) -> Fetched:
         return Fetched(views_of(chunk), chunk.param, chunk.gradients)

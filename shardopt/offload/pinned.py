@@ -65,8 +65,14 @@ class Pages:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         spare = self._take(numel * dtype.itemsize)
-        if spare is not None:
-            return spare.view(torch.uint8).view(dtype).zero_()
+        return self._fresh(numel, dtype) if spare is None else spare.view(torch.uint8).view(dtype).zero_()
+
+    def unfilled(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Like ``zeros``, for who writes all of it before anybody reads it: spare memory is not zeroed."""
+        spare = self._take(numel * dtype.itemsize)
+        return self._fresh(numel, dtype) if spare is None else spare.view(torch.uint8).view(dtype)
+
+    def _fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._make(numel, dtype)
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         # A smaller tensor shares its pages with others.

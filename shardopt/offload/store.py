@@ -229,8 +229,8 @@ class ResidentStorage:
             self._is_shown = any(_num_references(each) > self._alone[each.data_ptr()] for each in streams)
         return self._is_shown
 
-    def _fresh(self, plane: Plane) -> torch.Tensor:
-        fresh = self._zeros(plane.items(self._numel), plane.dtype)
+    def _fresh(self, plane: Plane, make: Callable[[int, torch.dtype], torch.Tensor] | None = None) -> torch.Tensor:
+        fresh = (make or self._zeros)(plane.items(self._numel), plane.dtype)
         self._alone[fresh.data_ptr()] = _num_references(fresh)
         return fresh
 

@@ -10,7 +10,8 @@ from shardopt.domain.block_code import BlockCode
 from shardopt.domain.formats import TRAFFIC_FORMATS
 from shardopt.domain.shard_tables import ShardTables
 from shardopt.kernels import codecs, native_backend, triton_backend
-from shardopt.kernels.tables import BLOCK
+from shardopt.kernels.tables import BLOCK, JoinedStreams, Streams
+from shardopt.kernels.triton_streams import addresses
 from shardopt.partition.layout import BucketLayout
 from tests.support.ptx.driver import Driver
 from tests.support.ptx.process import Compiling
@@ -104,3 +105,21 @@ def test_two_codes_of_4_bits_share_a_byte() -> None:
         codes[of_inf] = expected[of_inf].int()  # NaN times a scale is NaN with either sign
         some = WITHIN if backend is triton_backend else slice(None)  # native code leaves zeros elsewhere
         assert torch.equal(codes[some], expected[some].int())
+
+
+def test_shards_of_codes_of_4_bits_are_joined() -> None:
+    """A kernel finds a shard's streams from where they would begin, were the shards before it a part of them."""
+
+    def shard(blocks: int) -> Streams:
+        codes, scales = torch.zeros(blocks * BLOCK // 2, dtype=torch.uint8), torch.zeros(blocks)
+        return Streams(torch.zeros(blocks * BLOCK, dtype=torch.int16), None, (codes,), (scales,))
+
+    blocks, rows = [3, 1, 2], [2, 1, 1]
+    shards = [shard(blocks[0]), None, shard(blocks[2])]
+    found, behind = addresses(JoinedStreams(shards, blocks, rows)), sum(blocks[:2])
+    for each, row, first in ((shards[0], 0, 0), (shards[0], 1, 0), (shards[2], 3, behind)):
+        assert each is not None
+        of_block = (2 * BLOCK, 0, BLOCK // 2, 4)
+        starts = [at + first * nbytes for at, nbytes in zip(found[row].tolist(), of_block, strict=True)]
+        assert starts == [each.param.data_ptr(), 0, each.states[0].data_ptr(), each.scales[0].data_ptr()]  # type: ignore[union-attr]
+    assert found[2].tolist() == [0, 0, 0, 0]

@@ -212,7 +212,7 @@ def found_by(site: Site, among: Sequence[Scenario]) -> tuple[Scenario, str] | No
 # What a site can be noticed by, by words of its module and of the scenario; others are of no use to it.
 _USE = {
     "ring": ("ring",),
-    "offload.host": ("ring",),
+    "offload.host": ("ring", "moved"),
     "offload.near": ("ring", "CPU step"),
     "cpu_step": ("CPU step",),
     "offload.streams": ("ring", "CPU step"),

@@ -82,7 +82,6 @@ _REASONS = {
         ("HostStorage.write", "self._store.wait_for_copies()"): _NO_LOAD,
         ("HostStorage.renew", "self._store.wait_for_copies()"): _NO_LOAD,
         ("HostStorage.give_up", "self._store.wait_for_copies()"): _NO_LOAD,
-        ("HostStorage.release", "self._store.wait_for_copies()"): _NO_LOAD,
     },
     "offload.near": {
         ("NearStore.fetch", "self._streams.to_device(..., after self._streams.now())"): _NEAR,

@@ -10,8 +10,12 @@ from torch.nn import Parameter
 
 from shardopt import Offload, ShardedAdamW, Tuning
 from tests.offload.test_pinned import Runtime, on_a_gpu
+from tests.support.streams import Machine
 from tests.support.streams.counts import BLOCKING_COPIES, HOST_WAITS, PINNINGS
+from tests.support.streams.record import HOST, TO_HOST
 from tests.support.streams.scenarios import TIERS, Scenario, once
+from tests.support.timeline.hardware import GB, Hardware, durations
+from tests.support.timeline.schedule import schedule
 from tests.support.training import one_thread, raw
 
 NUMEL = 1 << 16
@@ -120,6 +124,29 @@ def test_a_step_registers_nothing_and_copies_without_blocking(tier: str, world: 
         assert not waits.get("forward") and not [each for each in waits["backward"] if each.startswith("offload/host")]
         assert not sum(each[PINNINGS] for each in machine.counts.by_phase.values())
         training.optimizer.close()
+
+
+def test_a_move_to_the_host_waits_once_and_pins_while_it_copies() -> None:
+    with one_thread(), Machine(world=1) as machine:
+        params = [Parameter(machine.tensor(torch.ones(1 << 14))) for _ in range(4)]
+        for each in params:
+            each.grad = machine.tensor(torch.ones(1 << 14))
+        optimizer = ShardedAdamW(params, tuning=Tuning(bucket_bytes=1 << 16, nonfinite="propagate"))
+        optimizer.step()
+        with machine.recording() as first, machine.during("first"):
+            optimizer.offload("cpu")
+        optimizer.reload()
+        with machine.during("again"):
+            optimizer.offload("cpu")
+        counts = machine.counts.by_phase
+        assert [counts[phase][BLOCKING_COPIES] for phase in counts] == [0, 0]
+        assert [counts[phase][HOST_WAITS] for phase in counts] == [1, 1]
+        assert [counts[phase][PINNINGS] for phase in counts] == [8, 0]
+        timed = durations(first.works, Hardware("one rate", *[GB] * 6, pinning=GB, gap=0.0, latency=0.0))
+        plan = schedule(timed)
+        busy = plan.busy()
+        assert plan.makespan <= busy[HOST] + busy[TO_HOST] / 7  # all copies but the last one
+        optimizer.close()
 
 
 def test_the_stand_in_counts_what_is_registered() -> None:

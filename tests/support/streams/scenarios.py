@@ -170,6 +170,14 @@ def once(training: Training) -> None:
     training.step()
 
 
+def moved(training: Training) -> None:
+    """States go to host memory and come back; a step at either place."""
+    once(training)
+    training.optimizer.offload("cpu")
+    once(training)
+    training.optimizer.reload()
+
+
 def late_edits(training: Training) -> None:
     """Each gradient is scaled between the last backward of some steps and the step."""
     once(training)
@@ -242,6 +250,7 @@ WAYS: dict[str, Way] = {
         left,
         read,
         once,
+        moved,
         late_edits,
         elsewhere,
         viewed,
@@ -334,7 +343,7 @@ def scenarios() -> list[Scenario]:
     ways = [
         Scenario(stage, way=way)
         for way in WAYS
-        if way not in ("accumulated", "left", "late_edits", "elsewhere", "viewed")
+        if way not in ("accumulated", "moved", "left", "late_edits", "elsewhere", "viewed")
         for stage in (1, 3)
     ]
     others = [
@@ -342,6 +351,7 @@ def scenarios() -> list[Scenario]:
         Scenario(0, way="once", options={"release_gradients": True}),
         Scenario(1, way="once", options={"release_gradients": True}),
         *(Scenario(stage, bucket_bytes=TWO, depth=9) for stage in (1, 2, 3)),
+        Scenario(2, way="moved"),
         Scenario(2, way="left"),
         Scenario(2, way="left", bucket_bytes=TWO, depth=9, leaf_streams=16),
         Scenario(2, way="without_sync", bucket_bytes=TWO, depth=9),

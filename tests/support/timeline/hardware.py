@@ -33,6 +33,7 @@ class Hardware:
         gap: the device's time from one kernel to the next.
         latency: of a copy over the bus or a transfer of a disk.
         link_latency: of a collective.
+        host: its host's time for a phase of a training, over that on the machine where it was measured.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Hardware:
     gap: float = 1500.0
     latency: float = 5000.0
     link_latency: float = 20_000.0
+    host: float = 1.0
 
 
 # From bench/results of 2026-11-26: a copy in device memory, copies both ways over the bus (of their sum each way gets a

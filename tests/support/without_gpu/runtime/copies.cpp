@@ -23,11 +23,15 @@ cudaError_t refuse_in_muted(const char* what) {
   return told(cudaErrorNotSupported);
 }
 
-// Where memory of a null device holds what was brought there: start and bytes.
+// Where memory of a null device holds what was brought there.
+struct Brought {
+  size_t bytes;
+  uint64_t launches;  // before it was
+};
 struct Carried {
   std::mutex mutex;
-  std::map<const char*, size_t> places;
-  std::atomic<bool> any{false};
+  std::map<const char*, Brought> places;  // by start
+  std::atomic<uint64_t> launches{0};
 };
 Carried& carried() {
   static auto* one = new Carried;
@@ -73,7 +77,7 @@ cudaError_t fill(void* into, int value, size_t bytes, queues::Stream* stream) {
 
 }  // namespace
 
-void runtime::carry(void* into, const void* from, size_t bytes) {
+void runtime::carry(void* into, const void* from, size_t bytes, bool is_collective) {
   bool is_target = place_of(into).kind == Kind::device, is_source = place_of(from).kind == Kind::device;
   if (!is_target && !is_source) return (void)memmove(into, from, bytes);
   std::lock_guard<std::mutex> lock(carried().mutex);
@@ -81,21 +85,19 @@ void runtime::carry(void* into, const void* from, size_t bytes) {
   bool is_known = !is_source;
   if (is_source) {
     auto after = places.upper_bound((const char*)from);
-    is_known = after != places.begin() && (const char*)from + bytes <= std::prev(after)->first + std::prev(after)->second;
+    if (after != places.begin()) {
+      auto& [start, brought] = *std::prev(after);
+      bool is_whole = (const char*)from + bytes <= start + brought.bytes;
+      is_known = is_whole && (is_collective || brought.launches == carried().launches);
+    }
   }
   if (!is_target) return (void)(is_known ? memmove(into, from, bytes) : memset(into, 0, bytes));
   if (!is_known || bytes > MOST_CARRIED) return (void)places.erase((const char*)into);
   memmove(into, from, bytes);
-  places[(const char*)into] = bytes;
-  carried().any = true;
+  places[(const char*)into] = {bytes, carried().launches};
 }
 
-void runtime::forget_carried() {
-  if (!carried().any.load(std::memory_order_relaxed)) return;
-  std::lock_guard<std::mutex> lock(carried().mutex);
-  carried().places.clear();
-  carried().any = false;
-}
+void runtime::forget_carried() { carried().launches.fetch_add(1, std::memory_order_relaxed); }
 
 extern "C" {
 cudaError_t cudaMemcpy(void* into, const void* from, size_t bytes, cudaMemcpyKind) {

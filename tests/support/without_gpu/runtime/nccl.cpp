@@ -87,7 +87,7 @@ Communicator* alone(const std::string& name, int size, int rank) {
 // A collective of a null device: all ranks hold what this one holds.
 Result alike(void* into, const void* send, size_t bytes, int copies = 1) {
   without_gpu_count(counts::COLLECTIVES);
-  for (int i = 0; i < copies; i++) runtime::carry((char*)into + i * bytes, send, bytes);
+  for (int i = 0; i < copies; i++) runtime::carry((char*)into + i * bytes, send, bytes, true);
   return OK;
 }
 

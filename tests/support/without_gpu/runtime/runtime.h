@@ -19,14 +19,15 @@ inline int device_count() {
   return count;
 }
 // A null device: launches, copies, waits and collectives return at once. What is read of it is zeros; only what a small
-// copy has brought there is read as it was brought, until the next launch: so ranks tell each other what they need.
+// copy has brought there is read as it was brought, until the next launch, and of collectives behind that, too: kernels
+// add to what ranks tell each other, and what they add is zeros. So ranks know what they need of each other.
 inline bool is_null() {
   static const char* text = getenv("WITHOUT_GPU_NULL");
   static const bool found = text && atoi(text);
   return found;
 }
 // Of a null device: a copy, to or from it or within; and a launch.
-void carry(void* into, const void* from, size_t bytes);
+void carry(void* into, const void* from, size_t bytes, bool is_collective = false);
 void forget_carried();
 queues::Stream* stream_of(cudaStream_t handle);
 // The host waits: an error of the runtime after a failure.
