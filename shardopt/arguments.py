@@ -93,7 +93,8 @@ def word(value: object, what: str, choices: Sequence[Chosen], or_none: str = "")
     for each in choices:
         if isinstance(value, str) and value == each:
             return each
-    listed = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+    *others, last = map(repr, choices)
+    listed = f"{', '.join(others)} or {last}" if others else last
     raise ValueError(f"{what} must be {listed}{or_none}, found {_shown(value)}.")
 
 

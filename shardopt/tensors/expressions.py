@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .edits import fingerprint, told
+from .fetched_view import edit_each
 from .held import mapped
 from .later import Later
 from .noise import Noise, noise_of
@@ -89,12 +90,30 @@ class PartResult(Part):
     def _answer(cls, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if function.overloadpacket in _ALIASING and isinstance(arguments[0], PartResult):
             return PartResult(arguments[0].local, arguments[0], arguments[0]._made)
+        if function is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(function, *arguments)
+        if function._schema.name.startswith("aten::_foreach_"):
+            found = edit_each(function, arguments, keywords)
+            if found is not NotImplemented:
+                return found
         found = expression(function, arguments, keywords)
         if found is not None:
             return found
         if any(isinstance(leaf, Part) and leaf.is_shown for leaf in tree_leaves((arguments, keywords))):
             return NotImplemented  # what it shows may be written
         return super()._answer(function, arguments, keywords)
+
+
+def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """Answers a GradScaler about gradients that a script assigned: each rank looks at all elements of them."""
+    results = [each for each in tensors if isinstance(each, PartResult)]
+    plain = [each for each in tensors if not isinstance(each, PartResult)]
+    if not all([bool(each.isfinite().all()) for each in results]):  # a list: all ranks read all of them
+        found_inf.fill_(1.0)
+    if plain:
+        function(plain, found_inf, inverse)
+    for each in results:
+        each.mul_(inverse.item())
 
 
 def expression(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -163,3 +163,21 @@ def _refuse(call: object) -> NoReturn:
         f"part.full_tensor() returned, which every rank calls: {call} would change a view of a tensor of which this "
         "rank holds a slice only, and so a copy that nothing reads."
     )
+
+
+def edit_each(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Makes the edits of a ``_foreach_`` function one by one; NotImplemented if it makes none."""
+    method = function._schema.name.removeprefix("aten::_foreach_")
+    if not method.endswith("_") or not hasattr(torch.Tensor, method):
+        return NotImplemented
+    named = by_name(function, arguments, keywords)
+    (tensors, *others), names = named.values(), list(named)[1:]
+    for number, tensor in enumerate(tensors):
+        each = [value[number] if isinstance(value, list | tuple) else value for value in others]
+        its = dict(zip(names, each, strict=True))
+        if method in ("addcmul_", "addcdiv_") and "scalars" in its:
+            scalar = its.pop("scalars")
+            its["value"] = float(scalar[number]) if isinstance(scalar, torch.Tensor) else scalar
+        by_place = [its.pop(name) for name in list(its) if name not in ("alpha", "value")]
+        getattr(tensor, method)(*by_place, **its)
+    return None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .edits import told, told_wholes
-from .fetched_view import by_name, written_by
+from .fetched_view import by_name, edit_each, written_by
 from .gradient_slice import GradientSlice, change
 from .part import Part, is_cut_alike
 from .strides import flattened, in_storage_order
@@ -55,9 +55,9 @@ _ITSELF = _Itself()
 
 def edit(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Makes an edit of one gradient. Returns the part; NotImplemented if it needs elements that this rank lacks."""
-    named, names = by_name(function, arguments, keywords), written_by(function)
     if function._schema.name.startswith("aten::_foreach_"):
-        return _edit_each(function, named)
+        return edit_each(function, arguments, keywords)
+    named, names = by_name(function, arguments, keywords), written_by(function)
     part = named[names[0]]
     if len(names) > 1 or not isinstance(part, Part):
         return NotImplemented
@@ -155,24 +155,3 @@ def slice_of(whole: Tensor, part: Any, own: GradientSlice) -> Tensor:
     expanded = whole.expand(part.size())
     flat = flattened(in_storage_order(expanded, part.stride()))
     return flat[own.start : own.start + own.total.numel()].to(own.total.device)
-
-
-# -- lists -------------------------------------------------------------------------------------------------------------
-
-
-def _edit_each(function: Any, named: dict[str, Any]) -> Any:
-    """Makes the edits of a ``_foreach_`` function one by one."""
-    method = function._schema.name.removeprefix("aten::_foreach_")
-    (tensors, *others) = named.values()
-    names = list(named)[1:]
-    if not method.endswith("_") or not hasattr(Tensor, method):
-        return NotImplemented
-    for number, tensor in enumerate(tensors):
-        each = [value[number] if isinstance(value, list | tuple) else value for value in others]
-        by_name = dict(zip(names, each, strict=True))
-        if method in ("addcmul_", "addcdiv_") and "scalars" in by_name:
-            scalar = by_name.pop("scalars")
-            by_name["value"] = float(scalar[number]) if isinstance(scalar, Tensor) else scalar
-        by_place = [by_name.pop(name) for name in list(by_name) if name not in ("alpha", "value")]
-        getattr(tensor, method)(*by_place, **by_name)
-    return None

@@ -140,6 +140,10 @@ ASSIGNED: dict[str, Callable[[Any], Any]] = {
 
 def assigned(stage: int) -> None:
     """A gradient in place of the mean takes effect, if it is the same on all ranks."""
+
+    def whole(grad: Any) -> Any:
+        return grad.full_tensor() if isinstance(grad, Part) else grad
+
     model, opt = started(stage, True)
     for name, made in ASSIGNED.items():
         opt.zero_grad()
@@ -156,6 +160,20 @@ def assigned(stage: int) -> None:
     backward(model, 0)
     clip_grad_norm_(model.parameters(), 0.1)
     opt.step()
+    # In lists, as a GradScaler and a script's own clipping change it; one element alone, of one rank, may be bad.
+    for bad in (1.0, math.inf):
+        opt.zero_grad()
+        backward(model, 0)
+        factor = torch.ones_like(NOISE)
+        factor[0, 0] = bad
+        model[0].weight.grad = model[0].weight.grad * factor  # type: ignore[operator]
+        grads: list[Any] = [each.grad for each in model.parameters()]
+        means = [whole(each) * 0.125 for each in grads]
+        torch._foreach_mul_(grads, 0.5)
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.25))
+        assert [raw(whole(each)) for each in grads] == list(map(raw, means)), bad
+        assert found == (bad != 1)
     if dist.get_world_size() > 1:
         opt.zero_grad()
         backward(model, 0)
