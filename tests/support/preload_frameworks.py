@@ -14,6 +14,7 @@ os.environ.update(OFFLINE)
 
 from tests.support import preload
 
+gc.disable()
 with suppress(ImportError):  # they are an extra
     import accelerate
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -22,3 +23,4 @@ with suppress(ImportError):
 
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -10,7 +10,7 @@
 
 A grid of settings belongs inside one function: processes and groups are then paid once. What a rank raises is raised in
 the test with its traceback. A job that is not done in time fails the test with the stack of every thread of every rank.
-After any failure the processes are replaced: what a failed job left behind cannot fail the next one. They are forked
+After any failure the processes of the job are replaced: what it left behind cannot fail the next one. They are forked
 from a process that has imported everything (``preload.py``), which takes milliseconds.
 
 Deadlines only bound a hang: they are far from what a job takes on a busy machine. A test of a deadline of the package's
@@ -27,16 +27,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
-from multiprocessing.context import ForkServerContext
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -45,6 +43,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 
 from tests.support.coverage_contexts import attributed
+from tests.support.fork_servers import fork_server
 from tests.support.parcels import dumps
 
 MAX_WORLD = 8
@@ -52,24 +51,6 @@ TIMEOUT = 300.0  # seconds, of one wait in the group: deadlines only end a hang,
 DEADLINE = 600.0  # seconds, of a job
 _AFTER_A_FAILURE = 30.0  # seconds that the others have to tell what they saw of it
 _ENDS = 60.0  # seconds that a process may take to end, or to write where it stands
-
-
-def fork_server() -> ForkServerContext:
-    """Starts processes as ``multiprocessing``'s contexts do, with all that ``preload.py`` imports in them already."""
-    context = get_context("forkserver")
-    assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload(["tests.support.preload"])
-    return context
-
-
-_WITH_FRAMEWORKS = forkserver.ForkServer()
-
-
-def start_with_frameworks(process: BaseProcess) -> None:
-    """Starts a process of :func:`fork_server` with what ``preload_frameworks.py`` imports in it as well."""
-    _WITH_FRAMEWORKS.set_forkserver_preload(["tests.support.preload_frameworks"])
-    with patch.object(forkserver, "connect_to_new_process", _WITH_FRAMEWORKS.connect_to_new_process):
-        process.start()
 
 
 class RankFailure(AssertionError):
@@ -112,7 +93,7 @@ class Pool:
             deadline: of the whole job.
             group: False: no process group.
             backend: of the process group. With "nccl" each rank has a GPU of its own, which is its current one.
-            doomed: ranks that die or are stopped. None is returned for them; all processes are replaced afterwards.
+            doomed: ranks that die or are stopped. None is returned for them; all processes of the job are replaced.
 
         Raises:
             RankFailure: an exception, a death or a missed deadline on some rank.
@@ -131,7 +112,7 @@ class Pool:
                 worker.pipe.send_bytes(pickle.dumps((work, rank, world, store, timeout, not doomed, backend)))
         except OSError as error:
             codes = [worker.process.exitcode for worker in workers]
-            self._stop()
+            self._stop(self._workers)
             raise RankFailure(f"a process died behind its last job, which succeeded; exit codes: {codes}") from error
         results, failures = self._collect(workers, time.monotonic() + deadline, doomed)
         if failures:
@@ -165,7 +146,7 @@ class Pool:
             for rank in waiting.values():
                 failures[rank] = f"not done in time; it stood here:\n{_stacks_of(workers[rank])}"
         if failures or doomed:
-            self._stop()
+            self._stop(workers)
         return results, failures
 
     def _start(self) -> Worker:
@@ -178,12 +159,12 @@ class Pool:
         theirs.close()
         return Worker(process, ours, stacks)
 
-    def _stop(self) -> None:
-        for worker in self._workers:
+    def _stop(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
             worker.process.kill()
             worker.process.join()
             worker.pipe.close()
-        self._workers = []
+        self._workers = [each for each in self._workers if all(each is not gone for gone in workers)]
 
     def close(self) -> None:
         for worker in self._workers:
@@ -191,7 +172,7 @@ class Pool:
                 worker.pipe.send_bytes(pickle.dumps(None))
         for worker in self._workers:
             worker.process.join(10)
-        self._stop()
+        self._stop(self._workers)
         self._folder.cleanup()
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.support.ranks import fork_server, start_with_frameworks
+from tests.support.fork_servers import fork_server, start_with_frameworks
 
 DEADLINE = 600.0  # seconds, of a program
 

@@ -1,6 +1,5 @@
 """The benchmark between hosts, ``bench/network.py``: its arithmetic, its hosts, and what it says without them."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.scripts import run_script
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -106,12 +107,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     """Without its tools the benchmark skips, and says so."""
     pytest.importorskip("rich")
     pytest.importorskip("tqdm")
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "network.py"), "--grid", "--quick"],
-        env={**os.environ, "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_script(BENCH / "network.py", "--grid", "--quick", env={"PATH": str(tmp_path)})
     expected = "skipped: hosts cannot be made of namespaces here: there is no `ip`, no `tc`, no `unshare`, no `nsenter`"
     assert expected in done.stdout, done
     assert done.returncode == 0
