@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardopt import DisagreementError, ShardedSGD, Tuning
+from shardopt import DisagreementError, ShardedSGD, ShardoptError, Tuning
 from tests.support.beside_a_device import beside_a_device, for_gpus
 from tests.support.ranks import Pool
 from tests.support.training import raises, raw
@@ -84,6 +84,9 @@ def failing_closures(stage: int, neighbours: bool, group: dist.ProcessGroup | No
             odd = number % size
             with raises(ValueError if rank == odd else DisagreementError, SPOILT):
                 opt.step(closure_of(model, opt, first, moment if rank == odd else None))
+            if moment == "in backward":  # what has come is a part of the gradients, on every rank
+                with raises(ShardoptError, "call zero_grad() on every rank"):
+                    opt.step()
             assert opt.updates == first, moment
         opt.step(closure_of(model, opt, first, None))
         with opt.unsharded():

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from torch import nn
 
 from shardopt import ShardedSGD
 from shardopt.errors import CommunicationError
+from shardopt.partition.comm.group import Ranks
 from shardopt.partition.comm.peer_memory import PeerMemory
+from shardopt.partition.comm.transport import Transport
 from tests.support.ranks import Pool
+from tests.support.training import raises
 
 PR_SET_DUMPABLE = 4
 NOBODY = 65534
@@ -151,3 +155,20 @@ def test_a_network_namespace_sets_ranks_apart(ranks: Pool) -> None:
     if not all(ranks.run(trains_apart, world=2)):
         pytest.skip("network namespaces are not allowed here")
     ranks.run(trains, "neighbours", world=2)
+
+
+def one_cannot_read() -> None:
+    ranks = Ranks(None, None)
+    transport, flat = Transport.of(ranks, torch.device("cpu"), True), torch.full((8,), float(ranks.rank))
+    window = transport.open(flat, 4)
+    if ranks.rank == 1:
+        window = replace(window, peers=tuple((pid, 0) for pid, _ in window.peers))  # where a process has no memory
+    gather = transport.gather("testing")
+    gather.start(window)
+    with raises(CommunicationError, "freed its memory" if ranks.rank == 1 else "rank 1 could not go on"):
+        gather.finish()
+
+
+def test_all_hear_of_a_rank_that_cannot_read(ranks: Pool) -> None:
+    """It has no updated params, so that no rank may go on."""
+    ranks.run(one_cannot_read, world=2)
