@@ -32,6 +32,7 @@ GROUPS = {
     "hot path and its agreements": (
         *_HOT_PATH,
         "units/gatherer.py",
+        "units/passes.py",
         "partition/gradient_buckets.py",
         "domain/agreement.py",
     ),

@@ -27,6 +27,7 @@ from .domain.norm_rules import check_takes_norms
 from .domain.turn import Turn
 from .domain.unsharded import check_weights
 from .errors import BindingError, DisagreementError, ShardoptError
+from .module.ddp import group_of
 from .module.hooks import call_while_alive
 from .module.materialize import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
 from .module.running import in_backward
@@ -229,7 +230,7 @@ class Bindings:
 
     def _process_group(self) -> dist.ProcessGroup | DeviceMesh | None:
         group = self.options.process_group
-        return group if self.takeover is None else self.takeover.process_group(group)
+        return group if self.takeover is None else group_of(self.takeover.called, group)
 
     def _make_domain(self, group: dist.ProcessGroup | DeviceMesh | None) -> Domain:
         sharded = ZeroStage(self.options.stage).shards_states
@@ -322,7 +323,7 @@ class Bindings:
                 warn_of_whole_frozen(domain, takeover.module)
         candidates = [each for domain, groups in by_domain for each in domain.unbound(groups)]
         is_bound = all(domain.entries or not frozen_of(domain, takeover.module) for domain, _ in by_domain)
-        if not candidates and not takeover.fresh and is_bound:
+        if not candidates and not takeover.values.fresh and is_bound:
             check_unused(init)
             return
         with self.takeover.closure.raising_together():
@@ -338,7 +339,7 @@ class Bindings:
         self.finish_gathers()
         self._announce("bind")
         domains = self.ensure_domains()
-        takeover.exclude_experts()
+        takeover.coverage.exclude_experts()
         with domains.raising_together("bind() begins"):
             numbers = self._check_together(takeover, candidates, init)
         try:
@@ -355,9 +356,9 @@ class Bindings:
         """Collective: gives ranks that hold the same params the same values. Returns False if they need not be shared:
         they are bound, or still to be made."""
         if meta_params(takeover.module):
-            takeover.give_devices(self.ensure_domains().main.mesh.world)
-        elif not any(domain.entries for domain, _ in by_domain) and not takeover.fresh:
-            takeover.share_values()
+            takeover.values.give_devices(self.ensure_domains().main.mesh.world)
+        elif not any(domain.entries for domain, _ in by_domain) and not takeover.values.fresh:
+            takeover.values.share()
             return True
         return False
 
@@ -383,11 +384,12 @@ class Bindings:
                 relay.note(error)  # of the ranks of one expert: the others are told
         if len(by_domain) > 1:
             agree_on("experts", main.mesh.world, relay.problem)
-        if takeover.fresh:
-            takeover.give_values(init)
+        if takeover.values.fresh:
+            takeover.values.give(init)
         if takeover.casts is not None:
             takeover.casts.begin()
-        takeover.expect_backward()
+        assert takeover.rounds is not None
+        takeover.rounds.syncing.is_on = takeover.syncs_now
 
     def _bind_params(
         self,
@@ -400,7 +402,7 @@ class Bindings:
     ) -> None:
         """Collective: binds params, with the states that waited for them, and takes their gradients over."""
         takeover, waiting = self.takeover, self.states.waiting
-        fresh = frozenset[torch.Tensor]() if takeover is None else takeover.fresh
+        fresh = frozenset[torch.Tensor]() if takeover is None else takeover.values.fresh
         entries = bind(domain, groups, numbers, candidates, waiting, frozen=frozen, fresh=fresh, closure=closure)
         for entry in entries:
             self.states.waiting.pop(entry.param, None)
@@ -414,20 +416,19 @@ class Bindings:
         view: dict[str, Any] = {}
         with agreed(view, self.ensure_domains().main.mesh.world):
             self.ensure_domains().update_whole(self.groups)  # first: it finds the ranks that a problem is sent to
-            takeover.check_covers(self.groups)
-            takeover.check_covered()
-            assert takeover.rounds is not None
-            takeover.check_free(candidates)
+            takeover.coverage.check_covers(self.groups)
+            takeover.coverage.check_covered()
+            takeover.coverage.check_free(candidates)
             numbers = [plain_numbers(group) for group in self.groups]
             check_numbers(numbers, self.defaults)
-            if takeover.fresh or meta_params(takeover.module):
+            if takeover.values.fresh or meta_params(takeover.module):
                 self._check_one_domain()
-                check_materializable(takeover.module, init, takeover.fresh)
+                check_materializable(takeover.module, init, takeover.values.fresh)
             else:
                 check_unused(init)
-            others = {"params of other optimizers": list(takeover.averaged.named)}
-            values = {_EQUAL_VALUES: takeover.describe_values()}
-            view |= {"module": takeover.describe(), **values, **others, **init.describe()}
+            others = {"params of other optimizers": list(takeover.coverage.averaged.named)}
+            values = {_EQUAL_VALUES: takeover.values.describe_bits()}
+            view |= {"module": takeover.values.describe(), **values, **others, **init.describe()}
         return numbers
 
     def _check_one_domain(self) -> None:
@@ -455,7 +456,7 @@ class Bindings:
         takeover = self.takeover
         if takeover is None or self.is_closed or not ZeroStage(self.options.stage).shards_params:
             return
-        if meta_params(takeover.module) or takeover.fresh:
+        if meta_params(takeover.module) or takeover.values.fresh:
             raise ShardoptError(
                 "call optimizer.bind(), which gives params their values, before unsharded(): some params of the "
                 "module are on the meta device, and there is nothing to show yet."

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .domain.param import Group
     from .domain.param_state import ParamState
     from .domain.shard import Shard
+    from .module.coverage import Coverage
     from .module.round_gradients import Release
     from .partition.comm.group import Ranks
     from .rules import Rule
@@ -55,8 +56,8 @@ def live_engines() -> list[Engine]:
     return [engine for engine in found if engine is not None and not engine.is_closed]
 
 
-def _takeovers() -> list[ModuleTakeover]:
-    return [engine.takeover for engine in live_engines() if engine.takeover is not None]
+def _coverages() -> list[Coverage]:
+    return [engine.takeover.coverage for engine in live_engines() if engine.takeover is not None]
 
 
 class Engine(Bindings):
@@ -115,12 +116,10 @@ class Engine(Bindings):
             engine = me()
             return [] if engine is None else engine.groups
 
-        always = self.options.reduces_always
-        takeover = ModuleTakeover(module, always, before_forward, before_evaluation, groups, _takeovers)
+        takeover = ModuleTakeover(module, self.options, before_forward, before_evaluation, groups, _coverages)
         try:
-            takeover.check_covers(self.groups)
-            if self.options.precision is not None:
-                takeover.cast_as(self.options.precision)
+            takeover.coverage.check_covers(self.groups)
+            takeover.cast()
         except BindingError:
             # Who keeps the error, as a notebook does, keeps the engine, and the hooks would go on running. Test:
             # refused_before_training.
@@ -228,7 +227,7 @@ class Engine(Bindings):
             self.finish_gathers()
             rounds = self._rounds()
             if self.takeover is not None and rounds is not None:
-                self.takeover.check_still_covered()
+                self.takeover.coverage.check_still_covered()
                 rounds.check_whole()
         except RaiseNow as error:
             settled = error.error

@@ -29,7 +29,7 @@ def _rebind(engine: Engine) -> None:
     view: dict[str, Any] = {}
     with agreed(view, engine.ranks()):
         takeover = _rebindable(engine)
-        plan = takeover.plan_rebinding()
+        plan = takeover.coverage.plan_rebinding()
         names = names_of(takeover.module)
         view["rebind()"] = [
             {names[param]: [list(param.shape), param in plan.kept] for param in params} for params in plan.groups

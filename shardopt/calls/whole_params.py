@@ -45,18 +45,19 @@ def _unsharded(engine: Engine, ema: object) -> Iterator[None]:
         engine.bind_to_unshard()
         context = gathered(engine.domains, engine.rule, ema)
         context.__enter__()
-        if engine.takeover is not None:
-            engine.takeover.rest()
+        casts = None if engine.takeover is None else engine.takeover.casts
+        if casts is not None:
+            casts.rest()
 
     def leave(*error: Any) -> bool | None:
         with engine.turn.hold("the end of unsharded()"):
-            if engine.takeover is None:
+            if casts is None:
                 return context.__exit__(*error)
-            engine.takeover.compute()
+            casts.compute()
             try:
                 return context.__exit__(*error)
             finally:
-                engine.takeover.rest()  # unless this was the outermost context
+                casts.rest()  # unless this was the outermost context
 
     with ExitStack() as stack:
         stack.push(leave)

@@ -262,7 +262,7 @@ class Model:
                 )
             sharded = [each.sharded for each in engine.domains if each.sharded is not None]
             is_exact = any(each.exact is not None for each in engine.domains)
-            if is_exact or any(each.gatherer.unsharded_contexts for each in sharded):
+            if is_exact or any(each.gatherer.here.unsharded_contexts for each in sharded):
                 raise CheckpointError(
                     "call this outside of `with optimizer.unsharded():`: what was written to the gathered params is "
                     "not in the shards yet."

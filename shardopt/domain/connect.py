@@ -49,8 +49,8 @@ def connect(domain: Domain, device: torch.device, landing: HostLanding | None, u
             # With a norm_group, backwards of other micro-batches of a pipeline follow.
             is_pipeline = options.norm_group is not None
             budget = gathering_budget(tuning, transport.overlaps)
-            gatherer = Gatherer(budget, outlives_backward=is_pipeline, watches_training=tuning.compare_gathered)
-            gatherer.here.waiting = partial(domain.clock.phase, "unshard")
+            waiting = partial(domain.clock.phase, "unshard")
+            gatherer = Gatherer(budget, waiting, is_pipeline, tuning.compare_gathered)
         else:
             gatherer = shared
         of_domain = (transport, domain.gather, domain.gather_slices, domain.fetcher, domain.name_of)

@@ -74,9 +74,6 @@ class ShardedParams:
         self._places: dict[torch.nn.Parameter, tuple[Shard, int]] = {}
         self.frozen: list[Shard] = []  # of params that do not train
         self._inside: dict[Any, list[Any]] = {}  # a quantized param -> its inner tensors
-        # Gathers a resharded param for an operation in the model's own code; see :class:`SliceKeeper`.
-        self.gather_for: Callable[[torch.nn.Parameter, bool], bool] = lambda *_: False
-        self.computes: Callable[[], bool] = lambda: False
         self._gather, self._gather_slices = gather, gather_slices
         self._fetcher, self.name_of = fetcher, name_of
         self.asleep: Sequence[Any] = []  # see :mod:`.sleep`
@@ -89,7 +86,7 @@ class ShardedParams:
 
     def place_of(self, param: torch.Tensor) -> tuple[Shard, int] | None:
         """Returns the shard that holds a param, and its number in it; None if this rank has it whole."""
-        is_whole = self.gatherer.unsharded_contexts > 0
+        is_whole = self.gatherer.here.unsharded_contexts > 0
         return None if is_whole else self._places.get(param)  # type: ignore[call-overload]
 
     @property
@@ -157,6 +154,16 @@ class ShardedParams:
 
     # -- as a SliceKeeper: of one released param -------------------------------------------------------------------
 
+    def gather_for(self, param: torch.nn.Parameter, is_read: bool) -> bool:
+        """Gathers a resharded param for an operation in the model's own code, else returns False."""
+        caller = self.gatherer.passes.caller()
+        return caller is not None and caller.read(param, is_read)
+
+    def computes(self) -> bool:
+        """True in the model's own code."""
+        caller = self.gatherer.passes.caller()
+        return caller is not None and caller.computes()
+
     def read(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Returns this rank's slice as a part; of a DTensor a DTensor with the part of its local tensor inside."""
         if param not in self._places:
@@ -208,11 +215,11 @@ class ShardedParams:
         gatherer, units = self.gatherer, self.units
         gatherer.need_all(units)
         before = [_holders(each) for each in units]
-        gatherer.unsharded_contexts += 1
+        gatherer.here.unsharded_contexts += 1
         try:
             yield
         finally:
-            gatherer.unsharded_contexts -= 1
+            gatherer.here.unsharded_contexts -= 1
             problem = self._write_back(units)
             for each, holders in zip(units, before, strict=True):
                 if not each.users:  # a step inside failed, and the unit was not gathered again

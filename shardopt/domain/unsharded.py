@@ -94,7 +94,7 @@ def check_not_unsharded(domains: Sequence[Domain], call: str) -> None:
 
 def _unsharded(domains: Sequence[Domain]) -> Iterator[ShardedParams]:
     for domain in domains:
-        if domain.sharded is not None and domain.sharded.gatherer.unsharded_contexts:
+        if domain.sharded is not None and domain.sharded.gatherer.here.unsharded_contexts:
             yield domain.sharded
 
 

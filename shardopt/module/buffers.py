@@ -15,7 +15,7 @@ message it has received, so it takes no other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,19 +27,19 @@ from .ddp import ignored_by_ddp
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from ..domain.called import CalledModule
     from ..domain.domain import Domain
     from ..partition.comm.group import Ranks
+    from .coverage import Coverage
 
 _PHASE = "sharing the buffers of the module"
 
 
 class SharedBuffers:
-    """The buffers of one called module."""
+    """The buffers of one module that a script calls."""
 
-    def __init__(self, module: nn.Module):
-        self._module = module
+    def __init__(self, called: CalledModule, coverage: Coverage):
+        self._called, self._module, self._coverage = called, called.module, coverage
         self._tree: ModuleTree | None = None
         self._named: dict[Domain, dict[str, torch.Tensor]] = {}  # from the last time that the tree changed
         self._agreed: dict[Domain, dict[str, Any]] = {}  # dtypes and shapes that all ranks have
@@ -81,7 +81,7 @@ class SharedBuffers:
         """Params were bound: domains may have other buffers."""
         self._tree = None
 
-    def of(self, domain: Domain) -> Mapping[str, torch.Tensor]:
+    def _of(self, domain: Domain) -> Mapping[str, torch.Tensor]:
         """Returns the buffers by name that the ranks of a domain share; none on a rank alone."""
         if domain.mesh.world.size == 1:
             return {}
@@ -94,17 +94,24 @@ class SharedBuffers:
             }
         return self._named[domain]
 
-    def share(self, domains: Iterable[Domain], source: int) -> None:
+    @property
+    def domains(self) -> list[Domain]:
+        """The domains whose ranks take the buffers from one of them."""
+        domains = self._coverage.domains
+        if not domains or self._called.ddp is not None or not domains[0].options.tuning.broadcast_buffers:
+            return []
+        own = domains[:1] if self._of(domains[0]) and self._coverage.leads else []
+        return own + [domain for domain in domains[1:] if self._coverage.has_reducer and self._of(domain)]
+
+    def share(self, source: int) -> None:
         """Collective: every rank takes the buffers of rank ``source`` of each domain.
 
         Raises:
             DisagreementError: ranks hold other buffers.
             CommunicationError: a rank is missing, or runs another forward.
         """
-        for domain in domains:
-            named, world = self.of(domain), domain.mesh.world
-            if not named:
-                continue
+        for domain in self.domains:
+            named, world = self._of(domain), domain.mesh.world
             layout = {name: [str(each.dtype), list(each.shape)] for name, each in named.items()}
             if self._agreed.get(domain) != layout:  # a message of another size would end the process in gloo
                 agree_on({"buffers": layout}, world)

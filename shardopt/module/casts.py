@@ -19,12 +19,14 @@ from ..domain.precision import cast_buffers, kept_in_fp32
 from ..tensors.local_tensor import set_local
 from ..tensors.unsharded_guard import dtype_in_forward, is_sharded
 from ..uncompiled import uncompiled
+from .hooks import ModuleHook, remove_all
 from .running import callers_of, in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..config import Precision
+    from ..domain.domain import Domain
 
 
 def cast_within(values: Any, dtype: torch.dtype) -> Any:
@@ -119,17 +121,23 @@ class CastOutputs:
 
 
 class Casts:
-    """The hooks that cast, on the modules that a script calls and on those that stay in fp32."""
+    """The hooks that cast, on the modules that a script calls and on those that stay in fp32.
 
-    def __init__(self, module: nn.Module, called: Sequence[nn.Module], precision: Precision):
+    In ``unsharded()`` params show fp32 values but for the calls of the module, and backward.
+    """
+
+    def __init__(self, module: nn.Module, called: Sequence[nn.Module], precision: Precision, domains: Sequence[Domain]):
         """
         Args:
             called: the modules that a script calls.
+            domains: those of the module, once they are there.
 
         Raises:
             BindingError: ``keep_fp32`` has a pattern that names nothing.
         """
         self._module, self._precision, self._switch = module, precision, _Switch()
+        self._domains = domains
+        self._computes = False  # a call runs that began in ``unsharded()``
         self._hooks: list[Any] = []
         self._cast: set[nn.Parameter] = set()  # the frozen params that lost their low bits
         kept = kept_in_fp32(module, precision)
@@ -145,6 +153,8 @@ class Casts:
         for each in module.modules():
             if each not in apart:
                 self._add(each, inputs, None, CastMethodInputs)
+        for each in called:  # behind those that cast outputs
+            self._hooks.append(each.register_forward_hook(ModuleHook(self._end_call), always_call=True))
 
     def _add(
         self,
@@ -159,13 +169,42 @@ class Casts:
         if outputs is not None:
             self._hooks.append(module.register_forward_hook(CastOutputs(outputs, self._switch)))
 
-    def call(self, is_called: bool) -> None:
-        """A forward of the module begins or has ended."""
-        self._switch.is_called = is_called
+    # -- calls -----------------------------------------------------------------------------------------------------
 
-    def turn(self, is_on: bool) -> None:
-        """Lets the hooks cast, or not: params have ``compute_dtype``, or in ``unsharded()`` between calls fp32."""
-        self._switch.is_on = is_on
+    def begin_call(self) -> None:
+        """A forward of the module begins."""
+        self._computes, self._switch.is_called = self.compute(), True
+
+    def _end_call(self, *_: Any) -> None:
+        self._computes = self._switch.is_called = False
+        self.rest()
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        if self.compute():
+            later = torch.autograd.Variable._execution_engine.queue_callback
+            later(lambda: later(self._rest))  # behind what the end of a backward does with gradients
+
+    def compute(self) -> bool:
+        """Shows a call or a backward in ``unsharded()`` params of ``compute_dtype``. Returns whether it did."""
+        exact = [each.exact for each in self._domains if each.exact is not None]
+        for each in exact:
+            each.compute()
+        self._switch.is_on |= bool(exact)
+        return bool(exact)
+
+    def rest(self) -> None:
+        """Lets params show fp32 values in ``unsharded()``, unless a call or a backward runs."""
+        if not in_backward():
+            self._rest()
+
+    def _rest(self) -> None:
+        exact = [each.exact for each in self._domains if each.exact is not None]
+        for each in exact if not self._computes else ():
+            each.rest()
+            self._switch.is_on = False
+
+    # -- what stays cast -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -209,9 +248,7 @@ class Casts:
                 _cast(param, torch.float32)
         self._cast.clear()
         self._give_buffers_back()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        remove_all(self._hooks)
 
 
 def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:

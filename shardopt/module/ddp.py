@@ -14,15 +14,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ..domain.called import CalledModule
 from ..errors import BindingError
 
 OnLast = Callable[[Iterable[torch.Tensor]], None]
 
 
-def active_wrapper(module: nn.Module) -> DistributedDataParallel | None:
-    """Returns the DDP module whose forward runs now, if it wraps ``module``."""
-    active = DistributedDataParallel._get_active_ddp_module()
-    return active if active is not None and _wraps(active.module, module) else None
+def find_wrapper(called: CalledModule) -> None:
+    """Notes the DDP module that calls this one now, if it was wrapped after it was handed over."""
+    active = DistributedDataParallel._get_active_ddp_module() if called.ddp is None else None
+    if active is not None and _wraps(active.module, called.module):
+        called.ddp = active
+
+
+def group_of(called: Iterable[CalledModule], given: Any) -> Any:
+    """Returns the group to average over: the optimizer's own, else that of DDP.
+
+    Raises:
+        BindingError: they are not the same ranks.
+    """
+    for each in called:
+        find_wrapper(each)
+        if each.ddp is not None:
+            given = each.ddp.process_group if given is None else given
+            check_same_ranks(given, each.ddp)
+    return given
 
 
 def _wraps(outer: nn.Module, inner: nn.Module) -> bool:

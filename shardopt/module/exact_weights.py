@@ -46,7 +46,7 @@ class ExactWeights:
             for entry in domain.entries.values():
                 if entry.shard.is_cast or entry.shard.exact_slice is not None:
                     self._of[entry.outer] = domain, entry
-        for module in self._root.modules():
+        for module in self._root.modules() if self._of else ():
             if any(param in self._of for param in module._parameters.values() if param is not None):
                 self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._show)))
                 self._hooks.append(module.register_load_state_dict_pre_hook(ModuleHook(self._take)))

@@ -28,31 +28,27 @@ hook says in which backward the param is needed, and there may be several.
 from __future__ import annotations
 
 import itertools
-import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..domain.alone import check_not_alone
-from ..domain.dtensors import is_dtensor, local_tensor, shown_as
 from ..domain.experts import own_units
-from ..domain.members import plain_tensors
 from ..domain.turn import holding
 from ..errors import ReleasedError
-from ..tensors.inner_tensors import is_wrapper, saved_beside, with_inside
 from ..tensors.pipelining import is_called_by_pipeline
-from ..tensors.strides import with_own_storage
 from ..tensors.unsharded_guard import keep_pattern, refused_alone
 from ..units.unit_orders import Direction
-from .hooks import KeepingHook, ModuleHook, call_while_alive, remove_all
+from .hooks import ModuleHook, remove_all
+from .lent_memory import StateDictHooks, lend_memory
 from .module_call import ModuleCall, NodeHook
 from .nested import tensors_within, with_own_nodes
-from .running import MODULE_FILE, backward_runs, in_backward, is_left
+from .running import backward_runs, in_backward, is_left, runs_a_method
 
 if TYPE_CHECKING:
     from ..domain.called import CalledModule
@@ -61,6 +57,7 @@ if TYPE_CHECKING:
     from ..partition.readable import Readable
     from ..units.gatherer import Gatherer
     from ..units.unit import Unit
+    from .rounds import Rounds
 
 # Of params that a call reads although they are of no module of its own, the first are shown one by one, until they are
 # this part of their bucket. Then all of it is shown: that costs as much as so many of them, one by one. So a read costs
@@ -74,24 +71,20 @@ class Forward:
     Attributes:
         backwards: number of backwards that have ended.
         moments: of beginnings and ends of calls in forward.
-        params: by name of each unit, all local params of its modules, those included that are kept whole.
-        before_gathers: is called while a ``join()`` is open, with what a forward or backward is before it begins, and
-            with a unit before a use that the schedule does not have.
     """
 
-    def __init__(self, domain: Domain, root: nn.Module, called: Sequence[CalledModule]):
+    def __init__(self, domains: Sequence[Domain], root: nn.Module, called: Sequence[CalledModule], rounds: Rounds):
         """
         Args:
+            domains: the main one, and those of experts, which share its gatherer, once they are there.
             called: the modules that a script calls.
         """
-        self._domains = [domain]  # the main one, and those of experts
-        self._root = root
+        self._domains, self._root, self._rounds = domains, root, rounds
         self._called = {each.module: each.name for each in called}
         self._runs = called[0].name  # the called module whose forward or backward runs, or ran last
         self._hooks: list[Any] = []
-        self._keeping: list[Any] = []  # hooks that keep the slices as long as the model
+        self._state_dicts = StateDictHooks()
         self._needs: dict[nn.Module, _Needs] = {}
-        self._owners: dict[nn.Module, tuple[Unit, ...]] = {}  # the units of the params that a module owns itself
         self._running: list[ModuleCall] = []  # calls in forward, from the outermost
         # The nodes of the outputs of the call that ended last: the inputs of the next one, nearly always.
         self._ends: dict[Any, NodeHook] = {}
@@ -99,16 +92,12 @@ class Forward:
         self._open: dict[ModuleCall, None] = {}  # calls in backward, in their order
         self.moments: Iterator[int] = itertools.count()
         self.backwards = 0
-        self.params: dict[str, tuple[nn.Parameter, ...]] = {}
-        self.before_gathers: Callable[[Direction | Unit], None] | None = None
+        # By name of each unit, all local params of its modules, those included that are kept whole.
+        self._params: dict[str, tuple[nn.Parameter, ...]] = {}
         self.is_closed = False
-        self.turn = domain.turn
+        self.turn = domains[0].turn
         self._gatherer: Gatherer  # once attached
         self._read: Unit | None = None  # by the script, while this rank reads alone
-
-    def add_domain(self, domain: Domain) -> None:
-        """Takes along the units of experts, which share the main domain's gatherer."""
-        self._domains.append(domain)
 
     @property
     def _sharded(self) -> list[ShardedParams]:
@@ -120,14 +109,14 @@ class Forward:
 
     def attach(self) -> None:
         """Puts hooks on modules of units to which params were bound since the last call."""
-        self._remove()
+        remove_all(self._hooks)
         self._gatherer = self._domains[0].gatherer
         bound, every = self._gatherer.units, self._sharded
         where = {param: gathered for each in every for param, gathered in each.where.items()}
         needed: dict[nn.Module, list[Unit]] = {}
         given = self._domains[0].options.tuning.units
         for domain, plan in ((each, unit) for each in self._domains for _, unit in own_units(each, self._root, given)):
-            self.params[plan.name] = tuple(map(domain.locals.of, plan.params))
+            self._params[plan.name] = tuple(map(domain.locals.of, plan.params))
             for module in plan.modules if plan.name in bound else ():
                 needed.setdefault(module, []).append(bound[plan.name])
         params = (param for each in every for shard in each.frozen for param in shard.bucket.outers)
@@ -136,18 +125,7 @@ class Forward:
             module: _Needs(tuple(units), self._readables(module, units), _devices(units), not frozen.isdisjoint(units))
             for module, units in needed.items()
         }
-        owned = {
-            module: tuple(
-                dict.fromkeys(where[param].unit for param in module.parameters(recurse=False) if param in where)
-            )
-            for module in self._root.modules()
-        }
-        self._owners = {module: units for module, units in owned.items() if units}
-        for each in every:
-            each.gather_for = call_while_alive(Forward.read, self, otherwise=False)
-            each.computes = call_while_alive(Forward.computes, self, otherwise=False)
-        self._gatherer.on_demand = call_while_alive(Forward._announce, self)
-        self._gatherer.on_drop = call_while_alive(Forward._forget_calls, self)
+        self._gatherer.passes.caller = weakref.ref(self)
         for module in dict.fromkeys((*self._called, *self._needs)):
             if module not in self._called:  # ModuleTakeover calls pre_forward() for these, after it has bound params
                 hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
@@ -155,9 +133,7 @@ class Forward:
             # always_call: after an exception too, the module's params are needed no more.
             post = ModuleHook(self._post_forward)
             self._hooks.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
-        for module in self._owners:
-            self._hooks.append(module.register_state_dict_post_hook(ModuleHook(self._part_storages)))
-            self._keeping.append(module.register_state_dict_post_hook(KeepingHook(every)))
+        self._state_dicts.attach(self._root, every)
 
     def _readables(self, module: nn.Module, units: Sequence[Unit]) -> tuple[Readable, ...]:
         """Returns what the code of a module reads of these units, one of which it may share with many modules."""
@@ -169,22 +145,6 @@ class Forward:
             )
         return tuple(found)
 
-    def _part_storages(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        """Gives gathered params in a state dict storages of their own, as whole params have; see ``Bucket``."""
-        for name in (*module._parameters, *saved_beside(module)):
-            shown = state_dict.get(prefix + name)
-            is_plain = type(shown) is torch.Tensor or is_wrapper(shown)
-            if shown is None or not is_plain or not _lend_memory(self._owners.get(module, ()), plain_tensors(shown)):
-                continue
-            if is_dtensor(shown):
-                state_dict[prefix + name] = shown_as(shown, with_own_storage(local_tensor(shown)))
-            else:
-                state_dict[prefix + name] = with_inside(shown, with_own_storage)
-
-    def _remove(self) -> None:
-        remove_all(self._hooks)
-        remove_all(self._keeping)
-
     @property
     def holds_params(self) -> bool:
         """True if params of the module are sharded."""
@@ -194,13 +154,12 @@ class Forward:
         """Leaves the slices to the model, since its optimizer is gone, and says so to whoever reads a param."""
         for each in self._sharded:
             each.is_dropped = True
-        # Removed by close(), these hooks would leave the slices to the threads that serve them, and the values would be
-        # lost once those end (dropped_at_stage_3).
-        self._keeping = []
+        self._state_dicts.leave_slices()
 
     def close(self) -> None:
         """Removes all hooks; a backward through an older graph raises from now on."""
-        self._remove()
+        remove_all(self._hooks)
+        self._state_dicts.close()
         self.is_closed = True
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -215,7 +174,7 @@ class Forward:
             return None
         in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing
         has_graph = torch.is_grad_enabled()
-        if not self._gatherer.unsharded_contexts and torch._C._functorch.get_interpreter_stack():
+        if not self._gatherer.here.unsharded_contexts and torch._C._functorch.get_interpreter_stack():
             _check_no_transform()
         if name is not None:
             self._runs = name
@@ -248,12 +207,17 @@ class Forward:
         return (arguments, keywords) if checks else None
 
     def _begin_pass(self, direction: Direction) -> None:
-        self._announce(direction)
-        self._gatherer.begin_pass(direction, self._runs)
+        self.announce(direction)
+        self._gatherer.passes.begin(direction, self._runs)
 
-    def _announce(self, gathers: Direction | Unit) -> None:
-        if self.before_gathers is not None:
-            self.before_gathers(gathers)
+    def announce(self, gathers: Direction | Unit) -> None:
+        """Tells other ranks in a ``join()`` what this one is about to gather: a unit that no schedule has, say."""
+        if self._rounds.announcer is not None:
+            self._rounds.announcer.before_gathers(gathers)
+
+    def pass_over(self, units: Iterable[str]) -> None:
+        """Awaits no more gradients from units that a backward is past."""
+        self._rounds.pass_over([param for name in units for param in self._params[name]])
 
     def _need(self, call: ModuleCall, param: nn.Parameter) -> None:
         """Gathers a param that a call reads although it is of no module of the call's."""
@@ -280,7 +244,7 @@ class Forward:
         call = running.pop()
         call.frame = None
         tensors = tensors_within(output)
-        if _lend_memory(call.units, tensors):
+        if lend_memory(call.units, tensors):
             # An output is a param or a view of one: without a copy it would be read after its memory is freed.
             output = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, output)
             tensors = tensors_within(output)
@@ -300,7 +264,7 @@ class Forward:
                 self._gatherer.done(unit)
             if not running and module in self._called and not in_backward():
                 # After an error there is no output. In a join() the other ranks go on until they notice it.
-                self._gatherer.end_pass(completed=output is not None or self.before_gathers is not None)
+                self._gatherer.passes.end(completed=output is not None or self._rounds.announcer is not None)
         return output
 
     def _keep_written(self, module: nn.Module, param: nn.Parameter, units: Iterable[Unit]) -> None:
@@ -310,9 +274,11 @@ class Forward:
             ReleasedError: other ranks have slices of the param, and may write something else.
         """
         sharded = self._sharded_with(param)
-        if sharded is None or sharded.gatherer.unsharded_contexts:  # unsharded() writes all params back when it ends
+        if (
+            sharded is None or sharded.gatherer.here.unsharded_contexts
+        ):  # unsharded() writes all params back when it ends
             return
-        if self.is_alone:
+        if self._gatherer.is_alone:
             raise refused_alone(sharded.name_of(param))
         if not self._gatherer.writes.is_alone:
             name = sharded.name_of(param)
@@ -367,26 +333,20 @@ class Forward:
         self._end_interrupted()
         if self._running:
             self._need(self._running[-1], param)
-        elif self.is_alone:
+        elif self._gatherer.is_alone:
             return is_read and self._read_alone(unit)
         elif in_backward():  # a backward of the user's own, or a hook
             self._begin_backward()
             self._gatherer.use(unit)
             self._gatherer.show(unit)
             self._using[unit] += 1
-        elif is_read and (self._is_in_a_method() or is_called_by_pipeline()):
+        elif is_read and (runs_a_method(self._root) or is_called_by_pipeline()):
             # No hook says when a backward comes to what was made of the param; there may be several. The same without
             # autograd: the guard would not notice the next read, which autograd saves, since the param is readable.
             self._gatherer.use_until_step(unit)
         else:
             return False
         return True
-
-    @property
-    def is_alone(self) -> bool:
-        """True while this rank reads alone, in ``unsharded(alone=True)``."""
-        domain = self._domains[0]
-        return domain.sharded is not None and domain.sharded.gatherer.is_alone
 
     def _read_alone(self, unit: Unit) -> bool:
         """Gathers a unit for a read of the script's own, until it reads a param of another unit."""
@@ -406,20 +366,7 @@ class Forward:
 
     def computes(self) -> bool:
         """True in the model's own code: in a forward, a backward or another method."""
-        return bool(self._running) or in_backward() or self._is_in_a_method() or is_called_by_pipeline()
-
-    def _is_in_a_method(self) -> bool:
-        """True if a method of the model, or of a module in it, is running: of the user's, ``state_dict()`` is none."""
-        modules = set(self._root.modules())
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            names = frame.f_code.co_varnames
-            if names and names[0] == "self" and frame.f_code.co_filename != MODULE_FILE:
-                owner = frame.f_locals.get("self")
-                if isinstance(owner, nn.Module) and owner in modules:
-                    return True
-            frame = frame.f_back
-        return False
+        return bool(self._running) or in_backward() or runs_a_method(self._root) or is_called_by_pipeline()
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -428,7 +375,7 @@ class Forward:
             check_not_alone(self._domains[0], "a backward")
         if self._running:
             self._end_interrupted()
-        now = self._gatherer.now
+        now = self._gatherer.passes.now
         if (now is None or now.direction is not Direction.BACKWARD) and not self._running:
             self._begin_pass(Direction.BACKWARD)
 
@@ -444,7 +391,7 @@ class Forward:
             # backward within a backward, and about the thread of another device.
             if other.began > call.ended and other.task == call.task and other.devices == call.devices:
                 other.is_open = False
-                self._end_backward_of(other)
+                self.post_backward(other)
         self._begin_backward()
         self._open[call] = None
         # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
@@ -459,11 +406,7 @@ class Forward:
     @holding("backward()")
     def post_backward(self, call: ModuleCall) -> None:
         """Ends the use of the units of a call whose backward is complete."""
-        self._end_backward_of(call)
-
-    def _end_backward_of(self, call: ModuleCall) -> None:
-        if call in self._open:
-            del self._open[call]
+        self._open.pop(call, None)
         for unit in call.units:
             if self._using[unit]:  # end_backward() may have come before
                 self._using[unit] -= 1
@@ -472,13 +415,13 @@ class Forward:
     @holding("backward()")
     def end_backward(self, completed: bool) -> None:
         """Reshards the units in use, but for those kept until the step: backward has ended, or was abandoned."""
-        self._gatherer.end_pass(completed)
+        self._gatherer.passes.end(completed)
         for unit in list(self._using):
             for _ in range(self._using.pop(unit)):  # taken out first: an interrupt here must not end a use twice
                 self._gatherer.done(unit, reshard=not unit.outlives_backward)
         self._forget_backward()
 
-    def _forget_calls(self) -> None:
+    def forget_calls(self) -> None:
         """Forgets calls whose end no hook reports: of ``torch.autograd.grad()``, or of an interrupted forward."""
         self._running.clear()
         self._ends = {}
@@ -492,19 +435,6 @@ class Forward:
 
 def _devices(units: Iterable[Unit]) -> frozenset[torch.device]:
     return frozenset(each.bucket.device for unit in units for each in unit.buckets)
-
-
-def _lend_memory(units: Iterable[Unit], tensors: Iterable[torch.Tensor]) -> bool:
-    """True if one of the tensors is a param of these units, or a view of one."""
-    for tensor in tensors:
-        own = tensor if type(tensor) is torch.Tensor else local_tensor(tensor)
-        if not torch._C._functorch.is_functorch_wrapped_tensor(own):  # in vmap() or grad() a tensor has no memory
-            address = own.data_ptr()
-            for unit in units:
-                for each in unit.buckets:
-                    if address and 0 <= address - each.bucket.flat.data_ptr() < each.bucket.nbytes:
-                        return True
-    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,16 +63,12 @@ class OverlapHooks:
 
     def pre_forward(self) -> None:
         """The forward of the whole module begins."""
-        if self._gather is None:
-            return
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not _is_transformed():
-            self._gather.is_in_forward = True
-            self._gather.wait_for(self._needs.get(self._root, ()))
-        else:
-            self._gather.finish()
+        if self._gather is not None:
+            self._gather.is_in_forward = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+            self._pre_module(self._root)
 
-    def _pre_module(self, module: nn.Module, _: Any) -> None:
-        """The forward of a module inside begins."""
+    def _pre_module(self, module: nn.Module, *_: Any) -> None:
+        """The forward of a module begins."""
         if self._gather is None:
             return
         if self._gather.is_in_forward and not _is_transformed():

@@ -244,7 +244,7 @@ class RoundGradients:
         if not self.reducer.is_open:
             return
         sharded = self.domain.sharded
-        self.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.owes_gathers)
+        self.reducer.abandon_round(owes_more=sharded is not None and sharded.gatherer.passes.owes_gathers)
         if self.domain.early is not None:
             self.domain.early.lose_round()
         for bucket in self._buckets.values():

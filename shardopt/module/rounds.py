@@ -20,9 +20,9 @@ main domain has all ranks: its report shows them what failed on the ranks of one
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -41,6 +41,8 @@ from .syncing import Syncing
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.param import ParamRecord
+    from ..units.unit import Unit
+    from ..units.unit_orders import Direction
     from .arrivals import Arrivals
     from .round_gradients import Release
     from .syncing import Owner
@@ -82,6 +84,23 @@ class RoundState(Enum):
     """A round was abandoned. Its sums lack gradients: no ``param.grad`` shows them, and ``step()`` raises."""
 
 
+class Announcer(Protocol):
+    """Announces what this rank is about to do to those that have run out of batches; it lies above."""
+
+    def before_buffers(self, called: str) -> None:
+        """Collective: a forward takes buffers, of the called module of this name."""
+
+    def before_gathers(self, gathers: Direction | Unit) -> None:
+        """Collective where params travel: a forward or backward begins, or a use that the schedule does not have."""
+
+    def before_round(self, held: list[int]) -> int | None:
+        """Collective: a round opens; ``held``: the numbers of the params that hold a gradient.
+
+        Returns:
+            The divisor of the round's sums; None: the number of all ranks.
+        """
+
+
 class Rounds:
     """Opens, ends and abandons the rounds of all domains of an optimizer, each of which has its own gradients.
 
@@ -92,11 +111,8 @@ class Rounds:
         syncing: whether the backward that runs is a round.
         is_in_forward: True from the beginning of a forward that a backward can follow to its end; one that raises has
             no end.
-        units: by the name of each unit of stage 3, its params.
-        before_round: is called before each round while a ``join()`` is open, with the numbers of the params that hold a
-            gradient. It returns the divisor of the round's sums, or None for the number of all ranks.
+        announcer: announces to other ranks what this one does, while a ``join()`` is open.
         closure: the closure of a step, if one runs.
-        problem: why this rank's sums of the round are no good, as the report tells the other ranks.
         turn: of the optimizer, which each hook holds.
     """
 
@@ -110,9 +126,7 @@ class Rounds:
         self.syncing, self.is_in_forward = Syncing(), False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self._is_fresh = False  # what gradients there are have been zeroed, and none was added
-        self.problem: Exception | None = None
-        self.before_round: Callable[[list[int]], int | None] | None = None
-        self.units: Mapping[str, Sequence[torch.nn.Parameter]] = {}
+        self.announcer: Announcer | None = None
 
     # -- params ----------------------------------------------------------------------------------------------------
 
@@ -236,8 +250,8 @@ class Rounds:
             return
         world, divisor = self.main.domain.mesh.world, None
         check_not_alone(self.main.domain, "a backward")
-        if self.before_round is not None:
-            divisor = self.before_round(self.main.held)
+        if self.announcer is not None:
+            divisor = self.announcer.before_round(self.main.held)
         if divisor is None and self.closure.is_on and not self.main.reducer.notifies_peers:
             with self.closure.raising_together():
                 agree_on("round", world)
@@ -259,7 +273,7 @@ class Rounds:
                 each.begin(divisor, stage if each is self.main else None)
         self._lost = None
         if self.main.domain.sharded is not None:
-            self.pass_over(self.main.domain.sharded.gatherer.past)
+            self.main.domain.sharded.gatherer.passes.tell_past()
 
     def begin_graph(self, syncs: bool, stage: int = 0) -> None:
         """The backward of a forward begins: the gradient of an output has arrived.
@@ -272,7 +286,7 @@ class Rounds:
         self.syncing.graph_begins(syncs, is_open)
         if not is_open:
             # The ranks that run out in a join() follow rounds of all buckets.
-            self.main.stage = stage if self.main.has_stages and self.before_round is None else None
+            self.main.stage = stage if self.main.has_stages and self.announcer is None else None
         self.open_round_early()
 
     def open_round_early(self) -> None:
@@ -308,14 +322,12 @@ class Rounds:
 
     # -- gradients come --------------------------------------------------------------------------------------------
 
-    def pass_over(self, units: Sequence[str]) -> None:
-        """Awaits no more gradients from units that this backward is past: ranks may differ in the params they use."""
-        if units:  # before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction
-            self.open_round_early()
-        if units and self.is_open:
-            params = [param for name in units for param in self.units[name]]
-            for each in self.bound:
-                each.pass_over(params)
+    def pass_over(self, params: Collection[torch.nn.Parameter]) -> None:
+        """Awaits no more gradients of params that this backward is past: ranks may differ in the params they use."""
+        # Before any gradient, if a skipped unit ends the model: the first gather may wait for a reduction.
+        self.open_round_early()
+        for each in self.bound if self.is_open else ():
+            each.pass_over(params)
 
     @holding("backward()")
     def take_gradient(self, arrivals: Arrivals, entry: ParamRecord) -> None:
@@ -357,8 +369,12 @@ class Rounds:
     # -- it ends ---------------------------------------------------------------------------------------------------
 
     @holding("backward()")
-    def finish(self) -> None:
-        """Collective: ends the rounds of all domains."""
+    def finish(self, problem: Exception | None = None) -> None:
+        """Collective: ends the rounds of all domains.
+
+        Args:
+            problem: why this rank's sums are no good, as the report tells the other ranks.
+        """
         if not self.is_open:  # abandoned since autograd was asked for this call
             return
         domain, owner = self.main.domain, self._owner()
@@ -367,22 +383,22 @@ class Rounds:
             # checks.
             with torch.set_grad_enabled(False), torch._C.DisableTorchFunctionSubclass():
                 if domain.sharded is not None:  # first: another rank may need a unit for what is reduced next
-                    domain.gatherer.join_remaining()
+                    domain.gatherer.passes.join_remaining()
                 if self.release is not None:
-                    self.release.take_step(self.main, self.problem)
+                    self.release.take_step(self.main, problem)
                 else:
                     with domain.clock.phase("reduce"):
-                        self._end()
+                        self._end(problem)
                 if owner is not None:
-                    owner.average_others()
+                    owner.coverage.average_others()
         except BaseException as error:
             self.give_up(error)
             raise
         if owner is not None:
             owner.round_ended(True)
 
-    def _end(self) -> None:
-        problem, is_spoilt, reported = self.problem, False, list[tuple[RoundGradients, Report]]()
+    def _end(self, problem: Exception | None) -> None:
+        is_spoilt, reported = False, list[tuple[RoundGradients, Report]]()
         for each in self.bound[:-1]:
             try:
                 report = each.reduce()
@@ -448,16 +464,13 @@ def fail_closure(rounds: Rounds, error: Exception, ended_before: int) -> bool:
     if reducer.on_stream:
         rounds.give_up(error)
     elif rounds.is_open:
-        rounds.problem = error
         try:
-            rounds.finish()
+            rounds.finish(error)
         except CommunicationError:  # the report has told the other ranks; this rank raises the closure's own error
             pass
         except Exception as other:
             if other is not error:
                 raise
-        finally:
-            rounds.problem = None
     # In a join() all ranks exchange what they do before each forward and backward.
     gathers_by_messages = sharded is not None and sharded.gatherer.waits_for_others
-    return rounds.before_round is not None or not gathers_by_messages or reducer.rounds > ended_before
+    return rounds.announcer is not None or not gathers_by_messages or reducer.rounds > ended_before

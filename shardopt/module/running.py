@@ -49,6 +49,18 @@ def roots_of_backward() -> list[torch.Tensor]:
     return [root for each in frames for root in each.f_locals["tensors"] if isinstance(root, torch.Tensor)]
 
 
+def runs_a_method(root: nn.Module) -> bool:
+    """True if a method of the model, or of a module in it, is running: of the user's, ``state_dict()`` is none."""
+    modules = set(root.modules())
+    for frame in _frames_from(sys._getframe(1)):
+        names = frame.f_code.co_varnames
+        if names and names[0] == "self" and frame.f_code.co_filename != MODULE_FILE:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in modules:
+                return True
+    return False
+
+
 def callers_of(method: Callable[..., Any]) -> Iterator[Any]:
     """Yields the objects whose method this is, in its calls that run on this thread, the innermost first."""
     for frame in _frames_from(sys._getframe(1)):

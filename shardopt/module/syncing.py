@@ -8,22 +8,21 @@ import torch
 
 if TYPE_CHECKING:
     from .closure import ClosureState
+    from .coverage import Coverage
 
 
 class Owner(Protocol):
     """The takeover of the module, which lies above."""
 
     closure: ClosureState
+    coverage: Coverage
 
     @property
     def syncs_now(self) -> bool:
-        """False while ``no_sync()`` is open."""
+        """True if a backward reduces gradients that follows the forward of a submodule alone."""
 
     def round_ended(self, completed: bool) -> None:
         """A round has ended, or is lost."""
-
-    def average_others(self) -> None:
-        """Collective: all gradients of a round are reduced."""
 
 
 class Syncing:

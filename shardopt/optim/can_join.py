@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..domain.dtensors import any_dtensor
-from ..engine import live_engines
 from ..errors import ShardoptError
 
 if TYPE_CHECKING:
@@ -29,15 +28,12 @@ def check_can_join(engine: Engine) -> None:
             "the model is composed with tensor, pipeline or expert parallelism, whose ranks need each other's batches. "
             "Omit join()"
         )
-    elif takeover is not None and takeover.averages_for_others():
+    elif takeover is not None and takeover.coverage.averages_for_others():
         why = (
             "params of the module are in an optimizer that is not shardopt's, in whose steps such a rank takes no "
             "part. Put them into a param group"
         )
-    elif takeover is not None and any(
-        each is not engine and each.takeover is not None and each.takeover.module is takeover.module
-        for each in live_engines()
-    ):
+    elif takeover is not None and takeover.coverage.is_shared:
         why = (
             "several optimizers took the module over, and a rank that has run out can follow one. Use one with several "
             "param groups"

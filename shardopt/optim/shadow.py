@@ -76,22 +76,17 @@ class Shadow(JoinHook):
         """Lets the module that was taken over announce its rounds, gathers and forwards."""
         assert takeover.rounds is not None
         self._rounds = rounds = takeover.rounds
-        rounds.before_round = call_while_alive(Shadow.before_round, self, rounds)
-        takeover.before_buffers = call_while_alive(Shadow.before_buffers, self)
-        if takeover.forward is not None:
-            takeover.forward.before_gathers = call_while_alive(Shadow.before_gathers, self)
+        rounds.announcer = self  # until leave()
         takeover.retire_reducer()
-        self._ddp = takeover.ddp
+        self._ddp = next((each.ddp for each in takeover.called if each.module is takeover.module), None)
         if self._ddp is not None:
             before_forward = call_while_alive(Shadow.before_forward, self, self._ddp)
             self._ddp_hook = self._ddp.register_forward_pre_hook(before_forward, prepend=True)
 
-    def before_round(self, rounds: Rounds, held: list[int]) -> int | None:
-        """Collective: announces a round; ``held``: the numbers of the params that hold a gradient.
-
-        Returns:
-            The divisor of its sums; None: the number of all ranks.
-        """
+    def before_round(self, held: list[int]) -> int | None:
+        """See :class:`shardopt.module.rounds.Announcer`."""
+        rounds = self._rounds
+        assert rounds is not None
         with rounds.closure.raising_together():
             announced = self.announce(
                 "round", lambda: {"held": held, "weighted": rounds.weights.is_on, **edits_of(rounds.main)}
@@ -123,11 +118,9 @@ class Shadow(JoinHook):
         if engine is not None and engine.joining == self.announce_call:
             engine.joining, _joinable(engine)._join_config = None, _OFF
             if engine.takeover is not None:
-                engine.takeover.before_buffers, engine.takeover.source = None, 0
-                if engine.takeover.forward is not None:
-                    engine.takeover.forward.before_gathers = None
+                engine.takeover.source = 0
         if self._rounds is not None:
-            self._rounds.before_round = None
+            self._rounds.announcer = None
         if self._ddp is not None:
             self._ddp_hook.remove()
             self._ddp._join_config = _OFF
@@ -168,7 +161,7 @@ class Shadow(JoinHook):
         """Collective where params travel: announces a forward, or a unit that is gathered outside of the schedule."""
         engine = self._engine()
         gatherer = None if engine is None else _gatherer(engine)
-        if gatherer is None or not gatherer.waits_for_others or gatherer.unsharded_contexts or self.shadows:
+        if gatherer is None or not gatherer.waits_for_others or gatherer.here.unsharded_contexts or self.shadows:
             return
         assert self._rounds is not None
         if isinstance(gathers, Direction):
@@ -180,7 +173,7 @@ class Shadow(JoinHook):
                 facts["written"] = "torch.autograd.grad() gathers params, which they could not join. Use backward()."
             self.announce(f"gathers for {gathers.value}", lambda: facts)
             return
-        if gatherer.direction in (Direction.FORWARD, Direction.BACKWARD):
+        if gatherer.passes.direction in (Direction.FORWARD, Direction.BACKWARD):
             if self._is_complete:
                 return
             why = (
@@ -189,11 +182,11 @@ class Shadow(JoinHook):
             )
             if self._rounds.is_open:  # the others wait for gathers, and receive no announcement until these time out
                 raise ShardoptError(f"this rank cannot go on beside ranks that have run out: {why}")
-            gatherer.end_pass()  # the others receive announcements once they have joined all gathers of the forward
+            gatherer.passes.end()  # the others receive announcements once they have joined all gathers of the forward
             gatherer.orders.refuse()
             self.announce("gather", lambda: {"problem": why})
-        elif gathers.state is UnitState.SHARDED and (gatherer.direction is None or not self._is_complete):
-            evaluates = gatherer.direction is Direction.EVALUATION
+        elif gathers.state is UnitState.SHARDED and (gatherer.passes.direction is None or not self._is_complete):
+            evaluates = gatherer.passes.direction is Direction.EVALUATION
             self.announce("gather", lambda: {"unit": gathers.name, "evaluates": evaluates})
 
     def _check_place(self, engine: Engine) -> None:
@@ -308,8 +301,8 @@ class Shadow(JoinHook):
     def _pass(self, engine: Engine, announced: Announcement) -> None:
         gatherer = _gatherer(engine)
         assert gatherer is not None
-        gatherer.begin_pass(Direction(announced.kind.rpartition(" ")[2]))
-        gatherer.end_pass()
+        gatherer.passes.begin(Direction(announced.kind.rpartition(" ")[2]))
+        gatherer.passes.end()
 
     def _gather(self, engine: Engine, announced: Announcement) -> None:
         gatherer = _gatherer(engine)

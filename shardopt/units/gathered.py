@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -42,15 +42,21 @@ class GatheredUnits:
         waits_for_others: True if a rank that gathers some unit waits until the others gather it.
         alone: in one rank's ``unsharded(alone=True)``, returns the all-gather of a unit in which no other rank takes
             part.
-        waiting: the context of a wait for a unit of this name.
+        held: the units that were gathered when that began.
+        unsharded_contexts: contexts that are open in which all units are gathered.
         freed: memory whose pages are kept, by this use; the next gather takes them.
     """
 
-    def __init__(self, writes: SliceWrites, strays: StrayWrites):
+    def __init__(
+        self, writes: SliceWrites, strays: StrayWrites, waiting: Callable[[str], AbstractContextManager[object]]
+    ):
+        """``waiting``: the context of a wait for a unit of this name."""
         self.order: dict[Unit, None] = {}
         self.writes, self.strays, self.waits_for_others = writes, strays, False
         self.alone: Callable[[Unit], AllGather] | None = None
-        self.waiting: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()
+        self.held: frozenset[Unit] = frozenset()
+        self.unsharded_contexts = 0
+        self._waiting = waiting
         self.freed: list[Memory] = []
 
     def connect(self, transport: Transport, holds_parts: bool = False) -> None:
@@ -122,7 +128,7 @@ class GatheredUnits:
         assert unit.gathering is not None
         try:
             if unit.gathering.ends:  # none on one rank
-                with self.waiting(unit.display_name):
+                with self._waiting(unit.display_name):
                     unit.gathering.finish()
             if unit.keeps_at is not None:
                 for each in unit.buckets:

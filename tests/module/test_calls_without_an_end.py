@@ -42,7 +42,7 @@ def trained(stage: int) -> list[bytes]:
     if stage == 3:
         gatherer = opt.engine.domain.gatherer
         model(data(0, 4, 2))
-        assert gatherer.direction is None, "the forward did not end"
+        assert gatherer.passes.direction is None, "the forward did not end"
         assert gatherer.gathered == sorted(opt.schedule().kept)
         assert not any(unit.users for unit in gatherer.units.values())
     bits = snapshot(model, opt)

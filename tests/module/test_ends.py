@@ -119,12 +119,12 @@ def some_ranks_inside() -> None:
     context = opt.unsharded()
     with context, raises(DisagreementError, "step() in unsharded()"):
         if dist.get_rank():
-            opt.engine.domain.gatherer.unsharded_contexts -= 1
+            opt.engine.domain.gatherer.here.unsharded_contexts -= 1
         try:
             opt.step()
         finally:
             if dist.get_rank():
-                opt.engine.domain.gatherer.unsharded_contexts += 1
+                opt.engine.domain.gatherer.here.unsharded_contexts += 1
     assert snapshot(model, opt) == before
     opt.step()
 

@@ -94,7 +94,7 @@ _REASONS = {
     },
     "domain.host_sum": {("HostSum.abandon", "self._landing.wait_for_copies()"): _FAILS},
     "module.rounds": {
-        ("fail_closure", "rounds.finish()"): _FAILS,
+        ("fail_closure", "rounds.finish(error)"): _FAILS,
         ("Rounds.reduce_now", "self.finish()"): "no scenario calls reduce_gradients()",
         ("Rounds.run_round_of_zeros", "self.finish()"): "no scenario has a join() that a rank runs out in",
     },

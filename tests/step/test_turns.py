@@ -139,7 +139,7 @@ UNTOUCHED = {"log", "monitor", "no_sync"}  # they look at nothing before the nex
 IN_A_STEP = ("StepPlanner.replay", "agree", "update_chunks", "_launch", "commit")
 IN_BACKWARD = ("Rounds.open_round", "Rounds.take_all", "RoundGradients.show")
 IN_RELEASED = ("UpdateInBackward._prepare", "UpdateInBackward.take_sum", "UpdateInBackward.take_step")
-IN_FORWARD = ("Gatherer.use", "Gatherer.done", "Gatherer.end_pass")
+IN_FORWARD = ("Gatherer.use", "Gatherer.done", "Passes.end")
 
 
 def test_the_tables_know_every_method() -> None:
