@@ -22,6 +22,8 @@ For AdamW on bf16 params with fp32 masters, Numba compiles this text (shortened)
                 ... the rule; after a state's last assignment: kept_exp_avg = narrow_fp32(state_exp_avg) ...
                 store_fp32(exp_avg_at, i, kept_exp_avg, 3)
                 store_fp32(master_at, i, param, 2)
+            for i in range(start, start + count):
+                param = load_f32(master_at, i, 2)
                 store_bf16(param_at, i, narrow_bf16(param), 1)
 
 The row of a skipped param has an end of 0, and the kernel passes over its blocks.
@@ -41,7 +43,8 @@ them back right after the rule's last assignment to each, and does all the stori
                 ... the rest of the rule, stores ...
 
 LLVM drops from each loop whatever nothing in it depends on: for AdamW the first one decodes and averages, and the
-second one has the root, the divisions and the encoding, which different units of a core do at the same time.
+second one has the root, the divisions and the encoding, which different units of a core do at the same time. Lion's
+param follows from the old average, so that a second loop would decode it again: its first loop does all but encode.
 
 A rule that looks at whole params has several passes (``rules/passes.py``), a kernel each. A state that another pass
 reads is, from its last assignment on, what its format holds: narrowed and widened again at once. In 8 bits it is known
@@ -152,27 +155,55 @@ def step_source(spec: Spec, number: int) -> str:
 
 
 def _loops(spec: Spec, number: int, states: Sequence[State]) -> list[str]:
-    """Returns the loops over the elements of a block: one, and a loop more for each depth of states in 8 bits."""
+    """Returns the loops over the elements of a block.
+
+    There is one, and a loop more for each depth of states in 8 bits; then a loop each for what only follows.
+    """
     part = spec.passes[number]
     rule = native_lines(part.source)
     _find_depths(states, rule)
-    loads, stores = param_lines(spec)
-    loads.insert(0, f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip")
-    loads += [each.load for each in states]
-    last = 1 + max((each.depth for each in states), default=0)
+    param = param_lines(spec)
+    grad = f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip"
+    loads = [grad, *param.loads, *(each.load for each in states)]
+    last = max([1, *(each.depth + _is_awaited(each, states, rule) for each in states if each.is_block)])
     lines = [line for each in states if _is_read(each.value, rule) for line in each.unpack]
     for loop in range(1, last + 1):
         found = [each for each in states if each.is_block and each.depth == loop]  # in this loop
-        body = [*loads, *_body(states, rule, loop), *(line for each in found for line in each.keep)]
+        known = [each for each in states if not (each.is_block and each.depth >= loop)]
+        body = [*loads, *_body(known, rule), *(line for each in found for line in each.keep)]
         if loop == last:
-            body += [each.store for each in states if each.is_written]
-            body += stores if part.writes_param else []
+            body += [each.store for each in known if each.is_written]
+            body += param.stores if part.writes_param else []
             body += [line for value in part.measured for line in _measuring(value)]
-        body += [line for each in states for line in each.advance]
-        lines += [line for each in states for line in each.restart]
+        body += [line for each in known for line in each.advance]
+        lines += [line for each in known for line in each.restart]
         lines += loop_over_runs(part.products[0], body) if part.products else _loop_over(body)
         lines += [line for each in found for line in each.scale]
+    lines += _loop_over(param.rounds) if part.writes_param and param.rounds else []
+    for each in states:
+        if each.is_block and each.depth == last and each.is_written:
+            encoding = [*each.reread, f"kept_{each.name} = {each.narrow}", each.store, *each.advance]
+            lines += [*each.restart, *_loop_over(encoding)]
     return [*lines, *(line for each in states if each.is_written for line in each.pack)]
+
+
+def _is_awaited(state: State, states: Sequence[State], rule: list[str]) -> bool:
+    """True if a loop more follows, once a state's new values in 8 bits are known.
+
+    It does where that loop reads what the state became; or, to encode while the divisions run, where it needs none of
+    the states' old values: decoding them again would take longer.
+    """
+    if state.is_rounded:
+        return True
+    blocks = {each.value for each in states if each.is_block}
+    lasts = {_last_assignment(rule, each.value) for each in states if each.is_block and each.is_written}
+    needed = {"param", *(each.value for each in states if each.is_written and not each.is_block)}
+    for at in reversed(range(len(rule))):
+        target, _, assigned = rule[at].partition(" = ")
+        if target in needed:
+            needed.remove(target)
+            needed.update(set() if at in lasts else _names(assigned))
+    return not needed & blocks
 
 
 def _is_read(value: str, rule: list[str]) -> bool:
@@ -185,11 +216,11 @@ def _loop_over(body: list[str]) -> list[str]:
     return ["for i in range(start, start + count):", *(f"    {line}" for line in body)]
 
 
-def _body(states: Sequence[State], rule: list[str], loop: int) -> list[str]:
-    """Returns the rule's statements in a loop, with what becomes of each state after its last assignment."""
+def _body(known: Sequence[State], rule: list[str]) -> list[str]:
+    """Returns the rule's statements in a loop, with what becomes of each of these states after its last assignment."""
     body = list(rule)
-    for each in states:
-        if not (each.is_rounded or each.is_written) or (each.is_block and each.depth >= loop):
+    for each in known:
+        if not (each.is_rounded or each.is_written):
             continue
         lines = [*each.reread, f"kept_{each.name} = {each.narrow}"]
         if each.is_rounded:
@@ -208,15 +239,17 @@ def _find_depths(states: Sequence[State], rule: list[str]) -> None:
     depths: dict[str, int] = {}
     ends = {_last_assignment(rule, each.value): each for each in states if each.is_block}
     for at, line in enumerate(rule):
-        (statement,) = ast.parse(line).body
-        assert isinstance(statement, ast.Assign)
-        names = [node.id for node in ast.walk(statement.value) if isinstance(node, ast.Name)]
-        depth = max((depths.get(name, 0) for name in names), default=0)
+        target, _, assigned = line.partition(" = ")
+        depth = max((depths.get(name, 0) for name in _names(assigned)), default=0)
         state = ends.get(at)
         if state is not None:
             state.depth = depth + 1
             depth += state.is_rounded
-        depths[line.split(" = ")[0]] = depth
+        depths[target] = depth
+
+
+def _names(expression: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(expression)) if isinstance(node, ast.Name)}
 
 
 # -- block sums --------------------------------------------------------------------------------------------------------
