@@ -30,7 +30,7 @@ from tests.offload.test_params_on_disk import goes_through_everything
 from tests.step.test_stages import STAGES
 from tests.support.cases import CASES, Case
 from tests.support.late_copies import AsLateAsAllowed, AtOnce, as_on_a_gpu
-from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make, on_a_gpu
+from tests.support.offloaded import CHUNK, advance, at_rest, bits, check_trainings, make, on_a_gpu
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep, sweep_at_once
 from tests.support.training import raw
@@ -359,7 +359,7 @@ RECIPES = ("clips in the step", "SGD", "overflows")
 @sweep_at_once({"stage": STAGES, "neighbours": (True, False), "way": tuple(ways(Path())), "recipe": RECIPES})
 def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
     calls = [
-        (recipe, Resting(stage, stage % 2 == 0, neighbours, live_bytes=6000, offload=ways(tmp_path / str(stage))[way]))
+        (recipe, at_rest(stage, neighbours, stage % 2 == 0, live_bytes=6000, offload=ways(tmp_path / str(stage))[way]))
         for stage, neighbours, way, recipe in rows
     ]
     check_trainings(calls, ranks, 2, on_a_gpu)
@@ -377,7 +377,7 @@ def with_params(root: Path) -> dict[str, Offload]:
 def test_params_elsewhere_leave_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
     """At stage 3, without reading each other's memory, as what rests elsewhere is in none."""
     calls = [
-        (recipe, Resting(3, False, neighbours=False, live_bytes=live, offload=with_params(tmp_path)[way]))
+        (recipe, at_rest(3, neighbours=False, live_bytes=live, offload=with_params(tmp_path)[way]))
         for way, live, recipe in rows
     ]
     check_trainings(calls, ranks, 2, on_a_gpu)

@@ -23,7 +23,7 @@ from shardopt import (
 from shardopt.domain.tiers import check_offload
 from tests.step.test_stages import STAGES
 from tests.support.cases import CASES, Case, Keywords
-from tests.support.offloaded import CHUNK, Resting, advance, bits, check_trainings, make
+from tests.support.offloaded import CHUNK, advance, at_rest, bits, check_trainings, make
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep_at_once
 from tests.support.training import raw
@@ -184,7 +184,7 @@ def allowed(stage: int, way: str, **_: Any) -> bool:
 @sweep_at_once(AXES, allowed=allowed)
 def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
     calls = [
-        (recipe, Resting(stage, stage % 2 == 0, neighbours, live_bytes=6000, offload=ways(tmp_path / str(stage))[way]))
+        (recipe, at_rest(stage, neighbours, stage % 2 == 0, live_bytes=6000, offload=ways(tmp_path / str(stage))[way]))
         for stage, neighbours, way, recipe in rows
     ]
     check_trainings(calls, ranks, 2)
@@ -198,7 +198,7 @@ def test_params_in_a_file_leave_the_same_bits(rows: list[Row], ranks: Pool, tmp_
         calls = [
             (
                 recipe,
-                Resting(3, neighbours=False, live_bytes=live, offload=Offload(tmp_path, params=tmp_path)),
+                at_rest(3, neighbours=False, live_bytes=live, offload=Offload(tmp_path, params=tmp_path)),
             )
             for number, live, recipe in rows
             if number == world

@@ -27,7 +27,7 @@ from shardopt import (
 )
 from tests.offload.test_offload_faults import Faulty, system
 from tests.support.memory import resident
-from tests.support.offloaded import Resting, advance, bits, check_trainings, make
+from tests.support.offloaded import advance, at_rest, bits, check_trainings, make
 from tests.support.ranks import Pool
 from tests.support.sweep import Row, sweep, sweep_at_once
 from tests.support.training import raw
@@ -183,7 +183,7 @@ AXES = {
 @sweep_at_once(AXES)
 def test_every_stage_leaves_the_same_bits(rows: list[Row], ranks: Pool, tmp_path: Path) -> None:
     calls = [
-        (recipe, Resting(stage, stage % 2 == 0, neighbours, live_bytes=1 << 20, offload=bases(tmp_path)[base]))
+        (recipe, at_rest(stage, neighbours, stage % 2 == 0, live_bytes=1 << 20, offload=bases(tmp_path)[base]))
         for stage, neighbours, base, recipe in rows
     ]
     check_trainings(calls, ranks, 2, functools.partial(moving, str(tmp_path)))

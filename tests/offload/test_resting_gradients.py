@@ -40,7 +40,7 @@ from shardopt.tools.ways import Way
 from tests.step.test_gradient_format import Setting as Summing
 from tests.step.test_gradient_format import is_exact
 from tests.support.late_copies import AsLateAsAllowed, AtOnce, Later, as_on_a_gpu
-from tests.support.offloaded import Resting, check_trainings, on_a_gpu
+from tests.support.offloaded import at_rest, check_trainings, on_a_gpu
 from tests.support.ranks import Pool, RankFailure
 from tests.support.sweep import Row, drawn, grid, sweep_at_once
 from tests.support.training import Net, loss_of, raw
@@ -211,7 +211,7 @@ def train_at(world: int, calls: Iterable[tuple[Row, str]], ranks: Pool, root: Pa
     for (stage, neighbours, gradient_format, way), recipe in calls:
         where: dict[str, Any] = {"gradient_format": gradient_format, "offload": training_ways(root)[way]}
         live_bytes = 6000 if way.startswith("params") else 1 << 20
-        settings.append((recipe, Resting(stage, neighbours=neighbours, live_bytes=live_bytes, **where)))
+        settings.append((recipe, at_rest(stage, neighbours, live_bytes=live_bytes, **where)))
     check_trainings(settings, ranks, world, on_a_gpu)
 
 

@@ -165,18 +165,6 @@ def test_parity_fails_under_each_cheat(cheat: type[Oracle], case: Case, shown: l
             check_parity(case, keywords, cheat)
 
 
-def test_table_holds_what_torch_tests() -> None:
-    """Every keyword set with which torch's own tests run these classes on the CPU."""
-    from torch.testing._internal.common_optimizers import optim_db
-
-    inputs = {info.name: info.optim_inputs_func("cpu") for info in optim_db}
-    for case in CASES:
-        ours = [str(sorted(keywords.items())) for keywords in case.keywords]
-        theirs = inputs[case.name] if case.is_torchs else []
-        assert {str(sorted(each.kwargs.items())) for each in theirs} <= set(ours)
-        assert len(set(ours)) == len(ours)
-
-
 def test_small_gradient_survives_a_large_average() -> None:
     """With beta1 = 0 the first moment is the gradient; ``m + 1 * (g - m)`` would make it 0 here."""
     group = torch.optim.Adam([torch.zeros(1)], betas=(0.0, 0.999)).defaults

@@ -12,8 +12,8 @@ The third check lets the first two take each keyword set at one number of ranks.
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -98,15 +98,21 @@ def torch_moments(case_name: str, index: int) -> tuple[Moment, ...]:
         before = [param.detach().clone() for param in params]
         kind = KINDS[step % 2] if step < 10 else KINDS[step % 3]
         fill(params, kind, step)
-        grads = [param.grad for param in params]
-        moment = Moment(step, grads, before, copy.deepcopy(optimizer.state_dict()), states_of(optimizer, params))
+        if step in (1, 2, 4, 14):
+            grads = [param.grad for param in params]
+            states = states_of(optimizer, params)
+            moments.append(Moment(step, grads, before, copy.deepcopy(optimizer.state_dict()), states))
         optimizer.step()
         scheduler.step()
-        moment.new_params = [param.detach().clone() for param in params]
-        moment.new_states = states_of(optimizer, params)
-        if step in (1, 2, 4, 14):
-            moments.append(moment)
+        if moments[-1].step == step:
+            moments[-1].new_params = [param.detach().clone() for param in params]
+            moments[-1].new_states = states_of(optimizer, params)
     return tuple(moments)
+
+
+def begun(moments: Iterable[Moment]) -> list[Moment]:
+    """What a rank needs of them."""
+    return [replace(each, states=[], new_params=[], new_states=[]) for each in moments]
 
 
 @dataclass
@@ -388,7 +394,7 @@ def plain(case: Case, index: int) -> dict[str, Any]:
 
 def single_steps_at(case: Case, world: int, indices: Sequence[int], ranks: Pool) -> None:
     setting = Setting(stage=0 if world == 1 else 1, bucket_bytes=(LARGE, SMALL, LARGE)[world - 1])
-    calls = [(case.name, index, setting, torch_moments(case.name, index), None) for index in indices]
+    calls = [(case.name, index, setting, begun(torch_moments(case.name, index)), None) for index in indices]
     by_rank = ranks.run(one_job, single_steps, calls, world=world)
     for number, index in enumerate(indices):
         check_single_steps(case, index, [ended[number] for ended in by_rank])
@@ -484,7 +490,7 @@ def test_every_check_fails_under_every_cheat(case: Case, ranks: Pool) -> None:
         if any(shows(cheat, case, keywords) for keywords in case.keywords)
     }
     assert len(shown) >= 6
-    moments = {index: torch_moments(case.name, index) for index in shown.values()}
+    moments = {index: begun(torch_moments(case.name, index)) for index in shown.values()}
     steps = CHEATED_STEPS
     single = ranks.run(
         one_job,
@@ -516,13 +522,24 @@ def test_every_check_fails_under_every_cheat(case: Case, ranks: Pool) -> None:
                 pytest.fail(f"check {which} of {case} does not notice {cheat!r}")
 
 
-# -- torch's own table of wrong inputs ---------------------------------------------------------------------------------
+# -- torch's own tables ------------------------------------------------------------------------------------------------
+
+
+def test_table_holds_what_torch_tests() -> None:
+    """Every keyword set with which torch's own tests run these classes on the CPU."""
+    from torch.testing._internal.common_optimizers import optim_db  # a second of imports, which ranks do without
+
+    inputs = {info.name: info.optim_inputs_func("cpu") for info in optim_db}
+    for case in CASES:
+        ours = [str(sorted(keywords.items())) for keywords in case.keywords]
+        theirs = inputs[case.name] if case.is_torchs else []
+        assert {str(sorted(each.kwargs.items())) for each in theirs} <= set(ours)
+        assert len(set(ours)) == len(ours)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.is_torchs], ids=repr)
 def test_error_inputs(case: Case) -> None:
     """Every wrong input of torch's tests raises what the torch class raises."""
-    # A second of imports, which ranks do without.
     from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
     info = next(info for info in optim_db if info.optim_cls is case.reference)

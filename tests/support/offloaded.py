@@ -12,14 +12,14 @@ import torch
 from torch.nn import Parameter
 
 from shardopt import ShardedOptimizer, Tuning
-from tests.step.test_stages import Ended, Recipe, Setting, check_same_bits, reference, train, with_steps
+from tests.step.test_stages import FEW_STEPS, Ended, Recipe, Setting, check_same_bits, reference, train, with_steps
 from tests.support.cases import Zoo, fill_gradients
 from tests.support.late_copies import AsLateAsAllowed, as_on_a_gpu
 from tests.support.ranks import Pool
 from tests.support.training import raw
 
 CHUNK = 4096  # bytes: 1,024 elements, so that the longest params have several chunks and the short ones share one
-STEPS = 6  # "auto" goes from one way to the other after the third
+STEPS = FEW_STEPS  # "auto" goes from one way to the other after the third
 
 # -- params without a module -------------------------------------------------------------------------------------------
 
@@ -66,6 +66,11 @@ class Resting(Setting):
         options = super().options(recipe)
         tuning = Tuning(**{**vars(options["tuning"]), "chunk_bytes": CHUNK})
         return {**options, "tuning": tuning, "offload": self.offload}
+
+
+def at_rest(stage: int, neighbours: bool, wrapped: bool = False, **where: Any) -> Resting:
+    """Of larger buckets where each is a message in every forward and backward."""
+    return Resting(stage, wrapped, neighbours, 6000 if stage == 3 and not neighbours else 1200, **where)
 
 
 def trainings(calls: Sequence[tuple[str, Setting]], around: Callable[[], AbstractContextManager[Any]]) -> list[Ended]:
