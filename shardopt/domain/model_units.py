@@ -57,17 +57,19 @@ class UnitPlan:
         modules: a call of one of them needs the unit.
         params: in the order of ``model.parameters()``.
         called: the name of the module that a script calls, with this unit in it; see :mod:`shardopt.domain.called`.
+        is_around: True if one of the modules calls modules of other units.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     params: tuple[nn.Parameter, ...]
     called: str = ""
+    is_around: bool = False
 
     @property
     def is_spread(self) -> bool:
-        """True if several modules use the unit, early and late in a pass: it stays from the first to the last."""
-        return len(self.modules) > 1
+        """True if the unit is used early and late in a pass: it stays from the first use to the last."""
+        return len(self.modules) > 1 or self.is_around
 
 
 def gathering_budget(tuning: Tuning, travels: bool) -> Budget:
@@ -136,6 +138,8 @@ def units_of(module: nn.Module, given: Sequence[Any] = ()) -> list[UnitPlan]:
             modules.setdefault(name, []).append(each)
             unit_of.update(dict.fromkeys(params, name))
             called_of[name] = called
+    owners = {each: name for name, units in modules.items() for each in units}
+    around = {name for each, name in owners.items() if any(owners.get(inner, name) != name for inner in each.modules())}
     inside = {name: {each for unit in units for each in unit.modules()} for name, units in modules.items()}
     for each in root.modules():
         for param in each.parameters(recurse=False):
@@ -146,7 +150,10 @@ def units_of(module: nn.Module, given: Sequence[Any] = ()) -> list[UnitPlan]:
     params_of: dict[str, list[nn.Parameter]] = {name: [] for name in modules}
     for param in root.parameters():
         params_of[unit_of[param]].append(param)
-    return [UnitPlan(name, tuple(modules[name]), tuple(params), called_of[name]) for name, params in params_of.items()]
+    return [
+        UnitPlan(name, tuple(modules[name]), tuple(params), called_of[name], name in around)
+        for name, params in params_of.items()
+    ]
 
 
 def params_by_module(root: nn.Module, given: Sequence[Any] = ()) -> dict[nn.Module, tuple[nn.Parameter, ...]]:

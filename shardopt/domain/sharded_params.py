@@ -129,7 +129,8 @@ class ShardedParams:
             owner_of: returns the param whose inner tensor this is; a plain param itself.
         """
         number, plan = unit
-        new = Unit(plan.name, number, self.transport, plan.is_spread, called=plan.called, holders=self._holders)
+        kind = plan.is_spread, plan.is_around
+        new = Unit(plan.name, number, self.transport, *kind, called=plan.called, holders=self._holders)
         gathered = shard.release_params(self.gatherer, own, window, new)
         gathered.secondary = secondary
         if is_frozen:

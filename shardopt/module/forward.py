@@ -207,10 +207,10 @@ class Forward:
         return (arguments, keywords) if checks else None
 
     def _begin_pass(self, direction: Direction) -> None:
-        self.announce(direction)
+        self.before_gathers(direction)
         self._gatherer.passes.begin(direction, self._runs)
 
-    def announce(self, gathers: Direction | Unit) -> None:
+    def before_gathers(self, gathers: Direction | Unit) -> None:
         """Tells other ranks in a ``join()`` what this one is about to gather: a unit that no schedule has, say."""
         if self._rounds.announcer is not None:
             self._rounds.announcer.before_gathers(gathers)

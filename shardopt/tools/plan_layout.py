@@ -251,5 +251,5 @@ class ModelLayout:
 
 
 def _is_spread(unit: UnitPlan, params: StageParams) -> bool:
-    """True if several modules of this pipeline stage use the unit."""
-    return sum(any(param in params for param in module.parameters()) for module in unit.modules) > 1
+    """True if the unit is used early and late in a pass of this pipeline stage."""
+    return unit.is_around or sum(any(param in params for param in each.parameters()) for each in unit.modules) > 1

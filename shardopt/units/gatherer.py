@@ -189,7 +189,7 @@ class Gatherer:
 
     def unshard(self, unit: Unit) -> None:
         """Starts to gather a unit, which stays until ``reshard`` or the next step."""
-        self.passes.announce(unit)
+        self.passes.before_gathers(unit)
         self.writes.after_writes()
         self.here.start(unit)
         if unit.stays is Stay.NO:

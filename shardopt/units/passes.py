@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Caller(Protocol):
     """Knows the calls that need units: the hooks of all modules, which lie above."""
 
-    def announce(self, gathers: Direction | Unit) -> None:
+    def before_gathers(self, gathers: Direction | Unit) -> None:
         """A use follows that the schedule does not have: by hand, or in another order."""
 
     def pass_over(self, units: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class Passes:
             self._reshard_over_budget(unit, lambda each: each in self._here.held or self._stays_for_now(each))
             return False
         if now is None or at is None:
-            self.announce(unit)
+            self.before_gathers(unit)
             self._reshard_over_budget(unit, self._stays_for_now)
             return False
         if self._here.waits_for_others:
@@ -148,8 +148,13 @@ class Passes:
         if self._here.waits_for_others:
             if self.now is None:  # it used none at all
                 self.begin(Direction.BACKWARD)
-            assert self.now is not None
-            self._join(self.now, len(self.now.uses))
+            now = self.now
+            assert now is not None
+            # The backward of a call of the whole model ends here: no hook tells of it.
+            for unit in sorted(self._here.order, key=lambda unit: -unit.number):
+                if unit.is_around and unit.users and now.find(unit) is not None:
+                    self.advance_to(unit)
+            self._join(now, len(now.uses))
 
     @property
     def owes_gathers(self) -> bool:
@@ -228,11 +233,11 @@ class Passes:
             self._strays.look_at_all()
             self._strays.check()
 
-    def announce(self, unit: Unit) -> None:
+    def before_gathers(self, unit: Unit) -> None:
         """Says that a use follows that the schedule does not have."""
         caller = self.caller()
         if caller is not None:
-            caller.announce(unit)
+            caller.before_gathers(unit)
 
     def _reshard_over_budget(self, more: Unit | None, spared: Callable[[Unit], bool]) -> None:
         """Reshards units that are not in use, the least recently used first, until ``more`` fits into the budget."""

@@ -133,12 +133,27 @@ def in_sequence(schedules: Sequence[Schedule]) -> Schedule:
 def assumed_orders(units: Iterable[tuple[str, bool]]) -> tuple[list[str], list[str]]:
     """Returns the order of uses in a forward and a backward before any was seen.
 
+    A module that owns params and calls others uses its unit before and after theirs.
+
     Args:
-        units: in the order of the model, True for those that modules use early and late.
+        units: by the names of modules in the order of the model, True for those that modules use early and late.
     """
-    named = list(units)
-    forward = [*(name for name, _ in named), *(name for name, is_spread in named if is_spread)]
+    named, forward, around = dict(units), list[str](), list[str]()
+    holders = {name for name in named if any(_is_within(other, name) for other in named)}
+    for name in named:
+        while around and not _is_within(name, around[-1]):
+            forward.append(around.pop())
+        forward.append(name)
+        if name in holders:
+            around.append(name)
+    spread = [name for name, is_spread in named.items() if is_spread and name not in holders]
+    ends = [*reversed(around), *spread]
+    forward += sorted(ends, key=lambda name: name == forward[0])  # what begins the model ends it
     return forward, forward[::-1]
+
+
+def _is_within(unit: str, other: str) -> bool:
+    return unit != other and (not other or unit.startswith(f"{other}."))
 
 
 def _kept(

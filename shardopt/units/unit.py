@@ -135,6 +135,7 @@ class Unit:
         transport: between the ranks over which it is gathered; if any of their slices is offloaded, one by which no
             rank reads another's memory.
         is_spread: True if modules use it early and late in a pass. Without a schedule it stays between them.
+        is_around: True if a module with params of it calls modules of other units.
         users: calls that run now and need it.
         stays: what becomes of it without users.
         outlives_backward: it stays gathered until the step, for backwards of other micro-batches follow.
@@ -152,6 +153,7 @@ class Unit:
     number: int
     transport: Transport
     is_spread: bool
+    is_around: bool
     buckets: list[GatheredBucket] = field(default_factory=list)
     state: UnitState = UnitState.SHARDED
     users: int = 0

@@ -3,17 +3,21 @@
 A rank that waits for the sum of a block's gradients must not keep one that lacks some of them from the next gather."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt import ShardedSGD
 from tests.partition.test_ranks_apart import CONNECTIONS, connected
 from tests.support.comparing import snapshot
-from tests.support.modules import RATES, W, data, poisoned, small
+from tests.support.modules import RATES, Owner, W, data, poisoned, small
 from tests.support.ranks import Pool
 
 BLOCKS, EXPERTS, STEPS = 6, 3, 4
+Trained = tuple[list[bytes], list[int]]  # the bits of params, and the bytes of gradients that each step received
 
 
 class Experts(nn.Module):
@@ -60,3 +64,32 @@ def uses_other_experts() -> None:
 
 def test_ranks_with_other_experts(ranks: Pool) -> None:
     ranks.run(uses_other_experts, world=2)
+
+
+def owned(stage: int, kind: str, releases: bool = False, batches: Sequence[int] = (STEPS, STEPS)) -> Trained:
+    torch.manual_seed(0)
+    model, received = Owner(), [0]
+    tuning = small(neighbours=kind == "memory", live_bytes=None, timeout=60)
+    opt = ShardedSGD(model, **RATES, stage=stage, tuning=tuning, release_gradients=releases)
+    with nullcontext() if releases else opt.join():
+        for step in range(batches[dist.get_rank()]):
+            opt.zero_grad()
+            model(data(step, 4, W)).square().mean().backward()
+            opt.step()
+            received.append(opt.engine.traffic()["gradients"])
+    return snapshot(model, opt), [after - before for before, after in pairwise(received)]
+
+
+def owns_params() -> None:
+    apart = (STEPS, 1)
+    (expected, _), (_, once), (joined, _) = owned(1, "memory"), owned(3, "memory"), owned(1, "memory", batches=apart)
+    for kind in CONNECTIONS:
+        with connected(kind), poisoned():
+            for releases in (False, True):
+                assert owned(3, kind, releases) == (expected, once), (kind, releases)
+            assert owned(3, kind, batches=apart)[0] == joined, kind
+
+
+def test_modules_that_own_params_and_call_others(ranks: Pool) -> None:
+    """Their gradients come last, and no bucket is reduced without them."""
+    ranks.run(owns_params, world=2)
