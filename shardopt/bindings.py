@@ -76,8 +76,7 @@ class Bindings:
         self.local_params = DTensorLocals()
         self.states = StateTable(rule, self.local_params)
         self.takeover: ModuleTakeover | None = None
-        ranks, is_open = call_while_alive(Bindings.ranks, self), call_while_alive(Bindings._is_round_open, self)
-        self.turn = Turn(ranks, is_open, options.release_gradients)
+        self.turn = Turn(call_while_alive(Bindings.ranks, self), options.release_gradients)
         self.default_names: frozenset[str] = frozenset()  # those of the class
         self.turn.before_together = call_while_alive(Bindings._end_stream_for, self)
         self.joining: Callable[[str, Call | None], None] | None = None
@@ -267,10 +266,6 @@ class Bindings:
     def _rounds(self) -> Rounds | None:
         """The rounds of the module that was taken over; None before it is bound."""
         return None if self.takeover is None else self.takeover.rounds
-
-    def _is_round_open(self) -> bool:
-        rounds = self._rounds()
-        return rounds is not None and rounds.is_open
 
     def finish_gathers(self) -> None:
         """Waits for params that a step left under way."""

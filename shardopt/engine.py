@@ -13,12 +13,13 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .bindings import Bindings
 from .domain.hyperparameters import plain_numbers
 from .domain.masters import refresh_masters
 from .domain.sleep import wake
-from .domain.unsharded import check_not_unsharded, resharded
+from .domain.unsharded import check_not_unsharded, check_weights, is_resharded, resharded
 from .errors import BindingError, CommunicationError, StateError
 from .module.closure import RaiseNow
 from .module.hooks import call_while_alive
@@ -87,6 +88,7 @@ class Engine(Bindings):
         self.planners: Planners = {}  # of the steps, by domain
         self.release: UpdateInBackward | None = None  # in place of the steps, where gradients are released
         self.away: Offload | None = None  # where offload() moved masters and states
+        self._stepping = self.turn.take_between("step()")
 
     def enroll(self) -> None:
         """Lists this engine in :func:`live_engines`, once its optimizer is constructed."""
@@ -96,7 +98,7 @@ class Engine(Bindings):
 
     # -- the module ------------------------------------------------------------------------------------------------
 
-    def take_over(self, module: torch.nn.Module) -> None:
+    def take_over(self, module: nn.Module) -> None:
         """Puts hooks on a module, by which the optimizer binds at its first forward."""
         me = weakref.ref(self)
 
@@ -192,7 +194,7 @@ class Engine(Bindings):
         Args:
             scaling: returns the loss scale, and True if an Inf or NaN was found; called once the closure has run.
         """
-        with self.turn.take_between("step()"):
+        with self._stepping:
             try:
                 return self._step(closure, scaling)
             finally:
@@ -201,57 +203,66 @@ class Engine(Bindings):
 
     def _step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         self.check_open()
-        loss, scaled, settled, relay = None, (1.0, False), None, Relay()
-
-        def evaluate() -> Any:
-            self.check_weights("step()")
-            self.settle_states()
-            if closure is not None and not callable(closure):
-                raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
-            if closure is None:
-                return None
-            with self.turn.lend():
-                return closure()
-
+        loss, scaled, settled, problem, takeover = None, (1.0, False), None, None, self.takeover
         try:
-            self._interrupt_stream()
+            if self.stream is not None:
+                self._interrupt_stream()
             self._check_awake()
             if closure is None:
-                loss = evaluate()
-            elif self.takeover is not None:
-                loss = self.takeover.run_closure(evaluate)
+                self._begin_step()
             else:
-                with torch.enable_grad():
-                    loss = evaluate()
+                loss = self._evaluate(closure)
             scaled = scaling()
             self.finish_gathers()
-            rounds = self._rounds()
-            if self.takeover is not None and rounds is not None:
-                self.takeover.coverage.check_still_covered()
-                rounds.check_whole()
+            if takeover is not None and takeover.rounds is not None:
+                takeover.coverage.check_still_covered()
+                takeover.rounds.check_whole()
         except RaiseNow as error:
             settled = error.error
         except Exception as error:  # run_step raises it on every rank, so that no rank waits for this one
-            relay.note(error)
+            problem = error
         if settled is not None:
             raise settled
-        call = Call(self.defaults, closure is not None, relay.problem, *scaled)
+        call = Call(self.defaults, closure is not None, problem, *scaled)
         try:
             self._announce("step", call)
             self._take(call)
             return loss
         except BaseException:
-            rounds = self._rounds()
-            if closure is not None and rounds is not None:
-                rounds.catch_up()
+            if closure is not None and takeover is not None and takeover.rounds is not None:
+                takeover.rounds.catch_up()
             raise
 
+    def _begin_step(self) -> None:
+        """Raises an error if a step cannot begin here."""
+        check_weights(self.domains, "step()")
+        if self.stream is not None:
+            self.end_stream("step()")
+        if self.states.is_unsettled or "state" in self.owner.__dict__:
+            self.settle_states()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Returns what the closure of a step returns."""
+
+        def evaluate() -> Any:
+            self._begin_step()
+            if not callable(closure):
+                raise TypeError(f"closure takes a function or None, found {type(closure).__name__}.")
+            with self.turn.lend():
+                return closure()
+
+        if self.takeover is not None:
+            return self.takeover.run_closure(evaluate)
+        with torch.enable_grad():
+            return evaluate()
+
     def _check_awake(self) -> None:
-        if any([domain.sharded is not None and domain.sharded.is_asleep for domain in self.domains]):
-            raise StateError(
-                "call optimizer.reload() before step(), on every rank: params were offloaded by offload(params=True), "
-                "and an update writes them on the device."
-            )
+        for domain in self.domains:
+            if domain.sharded is not None and domain.sharded.is_asleep:
+                raise StateError(
+                    "call optimizer.reload() before step(), on every rank: params were offloaded by "
+                    "offload(params=True), and an update writes them on the device."
+                )
 
     def _interrupt_stream(self) -> None:
         """Raises an error if a stream of weights is open: a step would change weights that other ranks still read."""
@@ -262,12 +273,12 @@ class Engine(Bindings):
 
     def take(self, call: Call) -> None:
         """Collective: takes one step with the present gradients."""
-        with self.turn.take_between("step()"):
+        with self._stepping:
+            if call.problem is None:
+                self.finish_gathers()  # in a join() this rank may have run no forward since the last step
             self._take(call)
 
     def _take(self, call: Call) -> None:
-        if call.problem is None:
-            self.finish_gathers()  # in a join() this rank may have run no forward since the last step
         # Params whose values are released check every attribute that is read.
         with torch.set_grad_enabled(False), torch._C.DisableTorchFunctionSubclass():
             updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
@@ -288,26 +299,37 @@ class Engine(Bindings):
         return NOTHING_DONE
 
     def _run(self, call: Call) -> Outcome:
-        by_domain, domains, relay = self.groups_by_domain(), self.ensure_domains(), Relay(call.problem)
+        groups, domains = self.groups, self.ensure_domains()
+        by_domain = domains.groups_by_domain(groups, self._make_expert_domain)
+        if domains.is_alone and is_resharded(domains.domains):
+            outcome = run_step(by_domain, (), call, self._bind_params, self.planners)
+        else:
+            outcome = self._run_with_others(by_domain, groups, call)
+        if outcome[0]:
+            remember_norm(self.options, groups, outcome[1])
+        return outcome
+
+    def _run_with_others(
+        self, by_domain: Sequence[tuple[Domain, Sequence[Group]]], groups: Sequence[Group], call: Call
+    ) -> Outcome:
+        """Takes a step of which ranks beyond the main domain's know, or in ``unsharded()``."""
+        domains, relay = self.ensure_domains(), Relay(call.problem)
         domains.compare_norm_groups(call.problem)
 
         def sum_gradients(problem: Exception | None) -> None:
-            domains.agree_on_gradients(self.groups, problem)
+            domains.agree_on_gradients(groups, problem)
             self.local_params.set_local_gradients(domains.sum_over)
 
         try:
-            domains.update_whole(self.groups)  # also after an error: it finds the tensor ranks, which wait below
+            domains.update_whole(groups)  # also after an error: it finds the tensor ranks, which wait below
             self.local_params.prepare_gradients()
         except Exception as error:
             relay.note(error)
         relay.meet(sum_gradients)
-        call = Call(call.defaults, call.closure, relay.problem, call.scale, call.overflow)
+        call = call._replace(problem=relay.problem)
         try:
             with resharded(domains.domains, call.problem):
-                outcome = run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
-            if outcome[0]:
-                remember_norm(self.options, self.groups, outcome[1])
-            return outcome
+                return run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
         finally:
             self.local_params.drop_gradients()
             self.local_params.update_dtensors()
@@ -361,7 +383,7 @@ class Engine(Bindings):
         with self.turn.take(call):
             self.replace_states(*read_states_of_params(states, groups, self.states))
 
-    def replace_states(self, loaded: Mapping[torch.nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
+    def replace_states(self, loaded: Mapping[nn.Parameter, ParamState], own: dict[Any, Any]) -> None:
         """Replaces all states by checked states by param, and the user's own entries by ``own``."""
         self.check_weights("loading states")
         self.finish_gathers()

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # The key, in a description, of the params that a step binds: errors then name the calls in which ranks differ.
 UNBOUND = "params not yet bound (of a new optimizer, a new group, or unfrozen)"
 
+# The flags of a row: what is true of any rank counts.
+_PROBLEM, _OVERFLOW, _WRITTEN, _PROPOSES_ORDER = 1, 2, 4, 8
+
 # Averages of one batch agree to rounding; gradients of different batches to no digit.
 _ALIKE, _TINY = 1e-2, 1e-12
 
@@ -54,12 +57,12 @@ class StepDigest:
         return [
             int.from_bytes(digest[:8], "little", signed=True),
             int.from_bytes(digest[8:16], "little", signed=True),
-            int(self.problem is not None),
-            int(self.overflow),
+            (_PROBLEM if self.problem is not None else 0)
+            | (_OVERFLOW if self.overflow else 0)
+            | (_WRITTEN if self.written else 0)
+            | (_PROPOSES_ORDER if self.proposes_order else 0),
             self.nonfinite,
             self.witness,
-            self.written,
-            int(self.proposes_order),
             *self.limbs,
         ]
 
@@ -87,18 +90,24 @@ def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Conse
         CommunicationError: a rank is missing.
     """
     rows = ranks.exchange(view.row(), "agreeing on the step")
-    problems, overflow, nonfinite, witnesses, written, proposes_order = zip(*[row[2:8] for row in rows], strict=True)
-    if any(problems):
+    first, flags, nonfinite, differs, is_witnessed = rows[0], 0, 0, False, False
+    for row in rows:
+        flags |= row[2]
+        nonfinite += row[3]
+        differs = differs or row[0] != first[0] or row[1] != first[1]
+        is_witnessed = is_witnessed or row[4] != 0
+    if flags & _PROBLEM:
         _raise_problem(view, ranks)
-    if [row[:2] for row in rows] != [rows[0][:2]] * len(rows):
+    if differs:
         _raise_difference(view, ranks)
-    _compare_witnesses(witnesses, view.sampled)
+    if is_witnessed:
+        _compare_witnesses([row[4] for row in rows], view.sampled)
     return Consensus(
-        overflow=any(overflow),
-        nonfinite=sum(nonfinite),
-        written=any(written),
-        proposes_order=any(proposes_order),
-        limbs=tuple(map(sum, zip(*(rows[rank][8:] for rank in one_copy), strict=True))),
+        overflow=bool(flags & _OVERFLOW),
+        nonfinite=nonfinite,
+        written=bool(flags & _WRITTEN),
+        proposes_order=bool(flags & _PROPOSES_ORDER),
+        limbs=tuple(map(sum, zip(*[rows[rank][5:] for rank in one_copy], strict=True))),
     )
 
 

@@ -50,6 +50,7 @@ def averaged(domain: Domain) -> Iterator[None]:
     written: Exception | None = None
     is_over = False
     try:
+        domain.is_averaged = bool(shards)
         for shard in shards:
             shard.saved_weights = weights[shard]
         _put(domain, averages)
@@ -71,6 +72,7 @@ def averaged(domain: Domain) -> Iterator[None]:
             domain.mark_broken(f"while putting weights back in the place of their average: {error}")
             raise
         finally:
+            domain.is_averaged = False
             for shard in shards:
                 shard.saved_weights = None
         for entry in followed:  # writes inside are gone: masters need not follow them

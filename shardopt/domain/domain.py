@@ -101,6 +101,7 @@ class Domain:
         entries: the records, in the order of binding.
         shards: of params that train, in the order of binding.
         links: the connections between the ranks; None before anything is bound.
+        reducer, landing, sharded, remote: those of the links; None before anything is bound.
         steps_agreed: the number of steps that all ranks agreed on.
         is_away: True if a call of ``offload()`` says where states are, and not the options.
         broken: why params and states of the ranks may belong to different steps; None if they do not.
@@ -110,6 +111,7 @@ class Domain:
         cut_over: local param -> the ranks that hold the other slices, in each dimension of a mesh that it is cut along;
             of rules that look at whole params.
         overlapped_gather: the gather that the last step did not wait for.
+        is_averaged: True while params show the average of the weights.
 
     ============================================  ==========================================
     what changes                                  by
@@ -126,6 +128,7 @@ class Domain:
     ``counted_elsewhere``, ``slice_numbers``      :meth:`note_slice`
     ``cut_over``                                  :meth:`note_slice`
     ``remote``                                    :meth:`retire`, :meth:`release`
+    ``is_averaged``                               :func:`.averaged.averaged`
     ``overlapped_gather``                         :meth:`overlap_gather`, :meth:`finish_gather`
     ``members``, ``leader``                       :func:`.experts.set_members`
     what :meth:`listed` returns                   :meth:`adopt`, :meth:`drop_left`, :meth:`release`, :meth:`note_slice`,
@@ -149,7 +152,7 @@ class Domain:
         self.clock = Clock()
         self.edits = Edits()  # of reduced gradients in place, which the next step compares
         self.state_edits: Edits | None = None  # of states since the last step, by :meth:`number_of`
-        self.links: Links | None = None
+        self._use(None)
         self.shards: list[Shard] = []
         self.entries: dict[torch.nn.Parameter, ParamRecord] = {}  # by identity, which is how tensors hash
         self.inner: dict[torch.Tensor, Inner] = {}  # of quantized frozen params that are sharded
@@ -171,6 +174,7 @@ class Domain:
         self.exact: ShowsExact | None = None  # in ``unsharded()`` with ``compute_dtype``
         self.early: Early | None = None  # where buckets are updated in backward for a step to come
         self.overlapped_gather: OverlappedGather | None = None
+        self.is_averaged = False
         self._to_mates: dict[dist.ProcessGroup, Transport] = {}
         self.members = Members()  # of the module's params; all, unless experts have domains of their own
         self.leader: Domain | None = None  # the main domain, where experts share what gathers units with it
@@ -180,6 +184,14 @@ class Domain:
         self.on_freed: Callable[[Sequence[torch.nn.Parameter]], object] = lambda _: None
 
     # -- what is bound ---------------------------------------------------------------------------------------------
+
+    def _use(self, links: Links | None) -> None:
+        """Sets the links, with an attribute for each that steps and hooks look at."""
+        self.links = links
+        self.reducer = None if links is None else links.reducer
+        self.landing = None if links is None else links.landing
+        self.sharded = None if links is None else links.sharded
+        self.remote = None if links is None else links.remote
 
     @property
     def shards_params(self) -> bool:
@@ -201,26 +213,6 @@ class Domain:
         """The transport between the ranks that share one copy of the states, once anything is bound."""
         assert self.links is not None
         return self.links.shards
-
-    @property
-    def reducer(self) -> Reducer | None:
-        """The reducer, once anything is bound; None unless the module was handed over."""
-        return None if self.links is None else self.links.reducer
-
-    @property
-    def landing(self) -> HostLanding | None:
-        """Host memory for sums of gradients; None if they stay where they are reduced."""
-        return None if self.links is None else self.links.landing
-
-    @property
-    def sharded(self) -> ShardedParams | None:
-        """The sharded params, once anything is bound; None below stage 3."""
-        return None if self.links is None else self.links.sharded
-
-    @property
-    def remote(self) -> RemoteStates | None:
-        """The states of other ranks, once anything is bound; see :class:`Links`."""
-        return None if self.links is None else self.links.remote
 
     def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
         """Returns the params that a step needs and that are not bound: those that train, or have a gradient."""
@@ -270,7 +262,8 @@ class Domain:
 
     def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[ParamRecord]) -> None:
         """Adds what all ranks have made to the table. Allocates nothing, so it cannot fail on one rank alone."""
-        self.links, self._listed = links, None
+        self._use(links)
+        self._listed = None
         self.shards.extend(shards)
         self.entries.update((entry.param, entry) for entry in entries)
 
@@ -297,8 +290,7 @@ class Domain:
     def count_step(self) -> None:
         """Counts a step that all ranks agreed on, with what scripts had written before it."""
         self.steps_agreed += 1
-        if self.edits:
-            self.edits.clear()
+        self.edits.clear()
         self.state_edits = None
 
     def mark_broken(self, why: str, by_load: bool = False) -> None:
@@ -411,11 +403,6 @@ class Domain:
         return self.sharded.gatherer
 
     @property
-    def is_averaged(self) -> bool:
-        """True if params show the average of the weights at this moment."""
-        return any([shard.saved_weights is not None for shard in self.shards])
-
-    @property
     def device(self) -> torch.device:
         """The device of all bound params; the CPU before there are any."""
         return self.shards[0].device if self.shards else torch.device("cpu")
@@ -432,7 +419,8 @@ class Domain:
     @property
     def stores(self) -> list[Store]:
         """``store``, and the store of shards whose states stay on the device."""
-        return [self.store, *([] if self.near is None else [self.near])]
+        store = self.store_for(self.device) if self._store is None else self._store
+        return [store] if self.near is None else [store, self.near]
 
     def store_for(self, device: torch.device, stays: bool = False) -> Store:
         """Returns ``store``, or ``near`` for states that stay; params of this device may be the first to be bound."""
@@ -486,7 +474,7 @@ class Domain:
         if links is not None and links.landing is not None:
             links.landing.close()
         if links is not None:  # its transports stay: a state dict taken before may still be read
-            self.links = replace(links, reducer=None, landing=None, sharded=None, remote=None)
+            self._use(replace(links, reducer=None, landing=None, sharded=None, remote=None))
         self._store, self.near, self.shards, self.entries, self._listed = None, None, [], {}, None
 
     def _end_early(self) -> None:
@@ -567,9 +555,9 @@ class Domain:
         self._end_early()
         with suppress(CommunicationError):  # raised where a param is read
             self.finish_gather()
-        if self.links is not None and self.links.remote is not None:
-            self.links.remote.retire()
-            self.links = replace(self.links, remote=None)  # which refers to this domain, and would keep it alive
+        if self.links is not None and self.remote is not None:
+            self.remote.retire()
+            self._use(replace(self.links, remote=None))  # which refers to this domain, and would keep it alive
 
     # -- what other ranks hold -------------------------------------------------------------------------------------
 

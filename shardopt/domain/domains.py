@@ -47,6 +47,7 @@ class Domains:
 
     Attributes:
         main: the domain of groups without a ``process_group`` of their own.
+        domains: all of them, the main one first.
     """
 
     main: Domain
@@ -61,14 +62,22 @@ class Domains:
     # DTensor -> the ranks that it is cut over, where a rule looks at whole params; see :class:`Domain`.
     _cuts: dict[torch.nn.Parameter, Sequence[Ranks]] = field(default_factory=dict)
 
-    @property
-    def domains(self) -> list[Domain]:
-        return [self.main, *self.others.values()] if self.others else [self.main]
+    def __post_init__(self) -> None:
+        self.domains = [self.main]
 
     @property
     def mates(self) -> tuple[Ranks, ...]:
         """The ranks that make collective calls together: those of the main domain, and of each tensor mesh."""
         return (self.main.mesh.world, *self._tensor_ranks)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the ranks of the main domain, which have compared that, are all there are, and no param is a DTensor.
+
+        The groups were looked at by :meth:`groups_by_domain`.
+        """
+        is_one = self._has_compared and not self.others and self.options.norm_group is None
+        return is_one and self.locals.are_none and not self.whole
 
     def domain_of(self, local: torch.nn.Parameter) -> Domain | None:
         """Returns the domain that has bound this local param."""
@@ -84,12 +93,16 @@ class Domains:
         Args:
             make: makes the domain of a process group.
         """
-        if not any(group.get("process_group") for group in groups):
+        for group in groups:
+            if group.get("process_group") is not None:
+                break
+        else:
             return [(self.main, [self.locals.of_group(group) for group in groups])]
         for group in groups:
             own = group.get("process_group")
             if own is not None and own not in self.others:
                 self.others[own] = make(own)
+                self.domains.append(self.others[own])
         set_members(self.main, self.others, groups)
         found: list[tuple[Domain, Sequence[Group]]] = []
         for own, domain in ((None, self.main), *self.others.items()):

@@ -93,6 +93,11 @@ class DTensorLocals:
         self._table: dict[torch.nn.Parameter, _LocalParam] = {}
         self._outer: dict[torch.Tensor, torch.nn.Parameter] = {}  # by local param
 
+    @property
+    def are_none(self) -> bool:
+        """True if no param was a DTensor so far."""
+        return not self._table
+
     def outer_of(self, local: Any) -> Any:
         """Returns the DTensor param of this local param; a plain param itself."""
         return self._outer.get(local, local)

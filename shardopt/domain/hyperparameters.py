@@ -18,12 +18,15 @@ Group = Mapping[str, Any]  # a param group, as torch has it
 
 def plain_numbers(group: Group) -> dict[str, Any]:
     """Returns a param group's hyper-parameters as plain numbers. Omits values of other types (a user's own notes)."""
-    plain = {
-        key: value if type(value) in _PLAIN else _plain(value)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-    return {key: value for key, value in plain.items() if value is not _NOT_PLAIN}
+    found = {}
+    for key, value in group.items():  # each step reads all groups
+        if type(value) in _PLAIN:
+            found[key] = value
+        elif key not in ("params", "param_names"):
+            plain = _plain(value)
+            if plain is not _NOT_PLAIN:
+                found[key] = plain
+    return found
 
 
 _NOT_PLAIN = object()
@@ -31,19 +34,23 @@ _PLAIN = (float, bool, int, str, type(None))
 
 
 def _plain(value: Any) -> Any:
+    if type(value) is tuple or isinstance(value, tuple | list):
+        items: list[Any] = []
+        for item in value:
+            items += (item if type(item) in _PLAIN else _plain(item),)
+        return _NOT_PLAIN if _NOT_PLAIN in items else items
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else _NOT_PLAIN
     if isinstance(value, np.generic):  # else ranks compare a numpy bool by its text, and a numpy float computes in fp32
         return value.item()
-    if isinstance(value, tuple | list):
-        items = [item if type(item) in _PLAIN else _plain(item) for item in value]
-        return _NOT_PLAIN if any([item is _NOT_PLAIN for item in items]) else items
     return value if isinstance(value, _PLAIN) else _NOT_PLAIN
 
 
 def check_numbers(numbers: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
     """Raises TypeError if a hyper-parameter of a group is not a number."""
     for index, group in enumerate(numbers):
+        if defaults.keys() <= group.keys():
+            continue
         missing = [key for key in defaults if key not in group]
         if missing:
             raise TypeError(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .param import ParamRecord
     from .shard import Shard
 
+_FLAT = attrgetter("flat")
 _ATTRIBUTES = (torch.Tensor.size, torch.Tensor.stride, attrgetter("device"), attrgetter("dtype"))
 
 
@@ -80,7 +81,7 @@ class ListedParams:
         Params are compared as a whole with what they were when each was checked, and one by one where that differs.
         """
         attributes = [list(map(get, self.params)) for get in _ATTRIBUTES]
-        starts = [bucket.flat.data_ptr() for bucket in self._buckets]
+        starts = list(map(torch.Tensor.data_ptr, map(_FLAT, self._buckets)))
         if starts != self._starts:  # a bucket that was freed may be allocated again at another address
             addresses = np.array(starts, dtype=np.int64)[self._bucket_of] + self._offsets
             addresses[self._is_empty] = 0

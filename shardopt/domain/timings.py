@@ -45,7 +45,8 @@ class Event(NamedTuple):
 class Clock:
     """Adds up the time of each phase, step by step. Time in an inner phase does not count for the outer one.
 
-    It is the context of its phases itself: a generator for each would cost more than what short phases do.
+    It is the context of its phases itself: a generator for each would cost more than what short phases do, and tuples
+    are added to lists by operators, which are no calls.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Clock:
         if torch.autograd.profiler._is_profiler_enabled:  # a label costs more than the timing
             label = torch.profiler.record_function(f"shardopt: {name} {of}".rstrip())
             label.__enter__()
-        self._running.append((name, of, time.perf_counter(), label, self._inside))
+        self._running += ((name, of, time.perf_counter(), label, self._inside),)
         self._inside = 0.0
         return self
 
@@ -77,9 +78,10 @@ class Clock:
         pass
 
     def __exit__(self, *error: object) -> None:
-        name, of, start, label, beside = self._running.pop()
+        name, of, start, label, beside = self._running[-1]
+        del self._running[-1]
         elapsed = time.perf_counter() - start
-        self._events.append((name, of, self._ended, start + self._epoch, elapsed))
+        self._events += ((name, of, self._ended, start + self._epoch, elapsed),)
         if label is not None:
             label.__exit__(*error)
         self._now[name] += elapsed - self._inside

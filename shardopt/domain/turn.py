@@ -30,6 +30,7 @@ from ..errors import StateError
 
 if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
+    from ..partition.reducer import Reducer
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -43,24 +44,31 @@ class Turn:
         call: what the thread that holds the turn does; None: nothing, or its closure runs. That thread alone writes it.
         trainer: the thread that ran the last forward, whose backward a round belongs to.
         alone: the context in which this rank reads alone, while it is open.
+        reducer: of the main domain, while hooks take gradients for it: its round is open once a backward has brought
+            some gradients, and not all.
     """
 
-    def __init__(self, ranks: Callable[[], Ranks], is_round_open: Callable[[], bool], updates_in_round: bool):
+    def __init__(self, ranks: Callable[[], Ranks], updates_in_round: bool):
         """
         Args:
             ranks: returns the ranks that make collective calls together; the deadline of a wait is theirs.
-            is_round_open: returns whether a backward has brought some gradients, and not all.
             updates_in_round: a backward is a step (``release_gradients``).
         """
         self.call: str | None = None
         self.trainer = 0
         self.alone: str | None = None
+        self.reducer: Reducer | None = None
         # Is called ahead of a call that all ranks make together.
         self.before_together: Callable[[str], None] = lambda _: None
         self._lock = threading.RLock()
         self._frame: FrameType | None = None  # the one whose `with` holds the turn
         self._is_lent = False
-        self._ranks, self._is_round_open, self._updates_in_round = ranks, is_round_open, updates_in_round
+        self._ranks, self._updates_in_round = ranks, updates_in_round
+
+    @property
+    def is_round_open(self) -> bool:
+        """True if a backward has brought some gradients, and not all."""
+        return self.reducer is not None and self.reducer.is_open
 
     # -- public calls ----------------------------------------------------------------------------------------------
 
@@ -98,19 +106,27 @@ class Turn:
         Args:
             between: the call cannot come in the middle of a backward.
         """
-        if between and self.alone is not None:
+        if between:
+            self._check_with_others(call)
+        if not self._lock.acquire(blocking=False):
+            return  # another thread has it
+        try:
+            self._check_within(call, between)
+        finally:
+            self._lock.release()
+
+    def _check_with_others(self, call: str) -> None:
+        if self.alone is not None:
             raise StateError(
                 f"leave `with optimizer.{self.alone}:` before {call}, which every rank makes: inside, the other ranks "
                 "wait for this one. Nothing was done."
             )
-        if not self._lock.acquire(blocking=False):
-            return  # another thread has it
-        try:
-            inside = self._inside()
-            if inside is None and between and _in_backward() and self._is_round_open():
-                inside = "backward()"
-        finally:
-            self._lock.release()
+
+    def _check_within(self, call: str, between: bool) -> None:
+        """Raises StateError if this thread, which holds the lock, is in the middle of another call."""
+        inside = self._inside()
+        if inside is None and between and self.is_round_open and _in_backward():
+            inside = "backward()"
         if inside is not None:
             raise StateError(
                 f"set a flag (in a signal handler, say), and call {call} once {inside} has returned: it was called in "
@@ -153,11 +169,11 @@ class Turn:
         """Waits until the backward of another thread is through. The lock is held before and after, not meanwhile."""
         seconds = self._ranks().seconds
         end = time.monotonic() + seconds
-        while self._is_round_open():
+        while self.is_round_open:
             self._lock.release()
             time.sleep(_PAUSE)
             self._wait(call)
-            if time.monotonic() > end and self._is_round_open():
+            if time.monotonic() > end and self.is_round_open:
                 self._lock.release()
                 raise self._too_late(call, seconds, "backward()")
 
@@ -169,7 +185,7 @@ class Turn:
 
 
 class _Taken:
-    """The context of one public call."""
+    """The context of a public call, as often as the call is made."""
 
     __slots__ = ("_between", "_call", "_turn")
 
@@ -177,12 +193,21 @@ class _Taken:
         self._turn, self._call, self._between = turn, call, between
 
     def __enter__(self) -> None:
-        turn = self._turn
-        turn.check(self._call, self._between)
+        # One look at each fact: steps and forwards come here, and nearly always find the turn free.
+        turn, call, between = self._turn, self._call, self._between
+        if between and turn.alone is not None:
+            turn._check_with_others(call)
         if not turn._lock.acquire(blocking=False):
-            turn._wait(self._call)
-        if self._between and turn._is_round_open() and turn.trainer != threading.get_ident():
-            turn._wait_for_round(self._call)
+            turn._wait(call)
+        is_open = between and turn.reducer is not None and turn.reducer.is_open
+        if is_open or turn.call is not None:
+            try:
+                turn._check_within(call, between)
+            except StateError:
+                turn._lock.release()
+                raise
+            if is_open and turn.trainer != threading.get_ident():
+                turn._wait_for_round(call)
         turn._frame = sys._getframe(1)
         turn.call = self._call  # last: what interrupts this thread before finds the turn free
 

@@ -76,11 +76,12 @@ def _averaging(domains: Sequence[Domain], rule: Rule) -> list[Domain]:
 
 def check_weights(domains: Sequence[Domain], call: str) -> None:
     """Raises ShardoptError while params show the average of the weights."""
-    if any(domain.is_averaged for domain in domains):
-        raise ShardoptError(
-            f"leave `with optimizer.unsharded(ema=True):` before {call}: inside, the params are the average of the "
-            "weights, and would be taken for the weights."
-        )
+    for domain in domains:
+        if domain.is_averaged:
+            raise ShardoptError(
+                f"leave `with optimizer.unsharded(ema=True):` before {call}: inside, the params are the average of the "
+                "weights, and would be taken for the weights."
+            )
 
 
 def check_not_unsharded(domains: Sequence[Domain], call: str) -> None:
@@ -96,6 +97,14 @@ def _unsharded(domains: Sequence[Domain]) -> Iterator[ShardedParams]:
     for domain in domains:
         if domain.sharded is not None and domain.sharded.gatherer.here.unsharded_contexts:
             yield domain.sharded
+
+
+def is_resharded(domains: Sequence[Domain]) -> bool:
+    """True outside of ``unsharded()``, where :func:`resharded` does nothing."""
+    for domain in domains:
+        if domain.exact is not None or (domain.sharded is not None and domain.sharded.gatherer.here.unsharded_contexts):
+            return False
+    return True
 
 
 @contextmanager

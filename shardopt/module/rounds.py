@@ -143,6 +143,8 @@ class Rounds:
     def attach(self, domain: Domain, entries: Sequence[ParamRecord]) -> None:
         """Takes the gradients of params that were just bound, from now on."""
         next(each for each in self.parts if each.domain is domain).attach(entries, self, self.syncing)
+        if domain is self.main.domain:
+            self.turn.reducer = domain.reducer
         for entry in entries:
             _note_unreduced(entry, is_early=True)
         if self.weights.in_use:
@@ -153,6 +155,7 @@ class Rounds:
         for each in self.parts:
             each.detach()
         self.weights.detach()
+        self.turn.reducer = None
         self.syncing.is_on = False  # the user may still run backward through an older graph
 
     # -- the state of a round --------------------------------------------------------------------------------------
@@ -167,8 +170,7 @@ class Rounds:
     @property
     def is_open(self) -> bool:
         """True if a round is open."""
-        reducer = self.main.domain.reducer
-        return reducer is not None and reducer.is_open
+        return self.turn.is_round_open
 
     @property
     def bound(self) -> list[RoundGradients]:
@@ -190,16 +192,17 @@ class Rounds:
     def check_whole(self) -> None:
         """Raises ShardoptError if gradients were reduced in part only."""
         self.check_reduced()
-        self.weights.check()
-        entries = [(entry, entry.gradient_slice) for entry in self.entries]
-        pending = [entry for entry, own in entries if own is not None and own.pending is not None]
-        waiting = [entry for entry in pending if shown_slice(entry) is not None]
-        if waiting:
-            raise ShardoptError(
-                "run the last backward before step() outside of no_sync(), or call reduce_gradients(): gradients of "
-                f"{waiting[0].name} were accumulated under no_sync(), or added by a zero-bubble schedule, and were not "
-                f"reduced, and a step would omit them. {ZERO_BUBBLE}"
-            )
+        if self.weights.in_use:
+            self.weights.check()
+        for part in self.parts:
+            for entry in part.entries:
+                own = entry.gradient_slice
+                if own is not None and own.pending is not None and shown_slice(entry) is not None:
+                    raise ShardoptError(
+                        "run the last backward before step() outside of no_sync(), or call reduce_gradients(): "
+                        f"gradients of {entry.name} were accumulated under no_sync(), or added by a zero-bubble "
+                        f"schedule, and were not reduced, and a step would omit them. {ZERO_BUBBLE}"
+                    )
 
     def abandon(self, reason: str) -> None:
         """Abandons the open round, which is LOST then. The other ranks notice it if the transport can notify them."""

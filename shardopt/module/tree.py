@@ -1,7 +1,6 @@
 """The modules, params and buffers that a module consists of, to notice one that is replaced."""
 
 from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import nn
@@ -23,11 +22,12 @@ class ModuleTree:
         self._tables: list[dict[str, Any]] = [
             table for module in root.modules() for table in (getattr(module, kind), module._modules)
         ]
-        self._values = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._values = list(
+            chain.from_iterable(map(dict.values, self._tables))
+        )
+        self._ids = list(map(id, self._values))  # which are kept alive, so that nothing else has their ids
 
     @property
     def is_current(self) -> bool:
         """True if the module still consists of the same objects."""
-        return sum(map(len, self._tables)) == len(self._values) and all(
-            map(is_, chain.from_iterable(map(dict.values, self._tables)), self._values)
-        )
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables)))) == self._ids

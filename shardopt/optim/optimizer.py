@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 
-# torch.compiler.disable would import all of Dynamo here; this, which torch.optim uses too, waits for the first call.
-from torch._compile import _disable_dynamo
-
 from ..arguments import number, whole
 from ..arguments import path as directory_path
 from ..config import Options
 from ..errors import StateError
 from ..option import keywords_in_words
+from ..uncompiled import uncompiled
 from .joinable import JoinableOptimizer, take_along
 from .param_groups import Params, check_added, check_given, copied, matched, read_arguments
 
@@ -40,20 +38,14 @@ if TYPE_CHECKING:
     from .state_view import StateView
 
 Optimizer = TypeVar("Optimizer", bound="ShardedOptimizer")
-Method = TypeVar("Method", bound=Callable[..., Any])
 Closure = Callable[[], Any]
 
 
-def _untraced(method: Method) -> Method:
-    """Excludes a method from compiled graphs: a train step that is compiled as a whole breaks its graph there."""
-    found: Any = _disable_dynamo(method)
-    # What torch.compiler.disable(reason=...) sets: Dynamo says it where graphs may not break, before anything has run.
-    found._torchdynamo_disable = True
-    found._torchdynamo_disable_msg = (
-        f"call optimizer.{method.__name__}() after the compiled function, or compile without fullgraph=True: a step of "
-        "a sharded optimizer runs kernels of its own and tells other ranks, which no graph holds"
-    )
-    return found  # type: ignore[no-any-return]
+# What Dynamo says of a train step that is compiled as a whole where its graph may not break.
+_UNCOMPILED = (
+    "call optimizer.{}() after the compiled function, or compile without fullgraph=True: a step of a sharded optimizer "
+    "runs kernels of its own and tells other ranks, which no graph holds"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
@@ -326,7 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
         return whole_params.weights_metadata(self.engine, dtype, names, merge)
 
-    @_untraced
+    @uncompiled(_UNCOMPILED.format("zero_grad"))
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does what torch's does, and forgets a backward that failed."""
         with self.engine.turn.take("zero_grad()"):
@@ -356,7 +348,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
         """True if GradScaler should hand over its scale and overflow instead of skipping ``step()`` itself."""
         return bool(self.defaults.get("fused"))
 
-    @_untraced
+    @uncompiled(_UNCOMPILED.format("step"))
     def step(self, closure: Closure | None = None) -> Any:
         """Updates every param that has a gradient. Collective; threads of one process take turns.
 

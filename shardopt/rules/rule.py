@@ -203,7 +203,7 @@ class Rule:
             values[_EMA_RATE] = 1.0 if step == 1 else 1.0 - self.average
         try:
             scalars = tuple(map(float, map(values.__getitem__, variant.scalars)))
-            carries = {name: float(values[name]) for name in self.carried}
+            carries = {name: float(values[name]) for name in self.carried} if self.carried else {}
         except KeyError as error:
             raise RuleError(
                 f"add {error} to the dict that the scalars function returns: rule {self.name!r} needs the scalar "
@@ -211,7 +211,7 @@ class Rule:
             ) from None
         except (ArithmeticError, TypeError, ValueError) as error:
             raise self._refuse_scalars(group, step, f"are not numbers ({error})") from error
-        every = (*scalars, *carries.values())
+        every = (*scalars, *carries.values()) if carries else scalars
         if not all(map(_ROUNDS_TO_INF.__gt__, map(abs, every))):  # NaN is not less, either
             for name, value in zip((*variant.scalars, *carries), every, strict=True):
                 if abs(value) < _ROUNDS_TO_INF:

@@ -61,6 +61,11 @@ class StateTable:
         self._rule, self._locals = rule, locals_
 
     @property
+    def is_unsettled(self) -> bool:
+        """True if something was assigned to a param that no record has, or of another shape."""
+        return bool(self.unplaced or self.unfit)
+
+    @property
     def domains(self) -> list[Domain]:
         return [] if self.domains_of_model is None else self.domains_of_model.domains
 

@@ -12,7 +12,7 @@ from .variants import Variants, eps_of
 
 if TYPE_CHECKING:
     from ..domain.param import ParamRecord
-    from ..rules import Rule
+    from ..rules import Rule, Variant
     from ..rules.matrix import MatrixScalars
     from ..rules.rule import Shape
     from .param_update import ParamUpdate
@@ -34,6 +34,7 @@ class StepScalars(NamedTuple):
 
 class _Kind(NamedTuple):
     group: int
+    variant: Variant
     matrix: tuple[int, int] | None  # the shape of the first matrix, of a rule of whole matrices
     shape: Shape  # () unless the rule asks for facts of params
     eps: float
@@ -66,7 +67,7 @@ class AlikeParams:
             number = known.setdefault(key, len(known))
             if number == len(self.histories):
                 self.histories.append(History(history.step, history.carried))
-                self._kinds.append(_Kind(each.group, matrix, shape, eps))
+                self._kinds.append(_Kind(each.group, variant_of(each.group, shape), matrix, shape, eps))
             self.number_of[entry] = number
             if shapes is not None and len(set(shapes)) > 1:
                 self._in_runs.append((each.group, entry, shapes))
@@ -77,20 +78,17 @@ class AlikeParams:
             entry.history = self.histories[number]
 
     def scalars(self, numbers: Sequence[Mapping[str, Any]]) -> StepScalars:
-        """Evaluates the rule's scalars for the next step."""
-        rule, variant_of = self._rule, Variants(self._rule, numbers)
-        found = []
+        """Evaluates the rule's scalars for the next step, whose numbers choose the same variants."""
+        rule, found = self._rule, list[ParamScalars]()
         for kind, history in zip(self._kinds, self.histories, strict=True):
             group = numbers[kind.group] if kind.matrix is None else {**numbers[kind.group], "shape": kind.matrix}
-            variant = variant_of(kind.group, kind.shape)
             step, carried = history.step + 1, history.carried
-            found.append(ParamScalars(*rule.evaluate(variant, group, step, carried, kind.shape, kind.eps)))
+            found += (ParamScalars(*rule.evaluate(kind.variant, group, step, carried, kind.shape, kind.eps)),)
+        if not self._in_runs:
+            return StepScalars(found, {})
+        variant_of = Variants(rule, numbers)
         runs = {
             entry: runs_of(rule, variant_of(group), numbers[group], entry, shapes)
             for group, entry, shapes in self._in_runs
         }
         return StepScalars(found, {entry: each for entry, each in runs.items() if each})
-
-    def advances(self, scalars: StepScalars) -> list[tuple[History, dict[str, float]]]:
-        """Returns the histories, and what each carries from this step on."""
-        return [(history, each.carried) for history, each in zip(self.histories, scalars.of_alike, strict=True)]

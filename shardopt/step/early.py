@@ -298,6 +298,6 @@ def _run(shard: Shard, launches: Sequence[Launch], copies: _Copies) -> None:
     for chunk in chunks:
         for into in (copies.params, copies.params_before):
             into[chunk.start : chunk.stop].copy_(param[chunk.start : chunk.stop])
-        update_chunk(ChunkUpdate(chunk, launches, [None] * len(launches)), store.fetch(chunk), Factors())
+        update_chunk(ChunkUpdate.of(chunk, launches), store.fetch(chunk), Factors())
         store.write_back(chunk)
     store.flush()

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 Numbers = Sequence[dict[str, Any]]  # the hyper-parameters of each group, as plain numbers
 
-_VERSION, _REQUIRES_GRAD = map(attrgetter, ("_version", "requires_grad"))
+# Attributes that are read of many objects at once, in C.
+_VERSION, _REQUIRES_GRAD, _LOADED = map(attrgetter, ("_version", "requires_grad", "loaded_masters"))
+_PART, _PENDING, _DIVISOR = map(attrgetter, ("part", "pending", "divisor"))
 # Of a gradient that is read where autograd left it: as those of ListedParams.attributes, and the layout.
 _OF_GRADIENT: Sequence[Callable[[torch.Tensor], Any]] = (
     torch.Tensor.size,
@@ -162,12 +164,14 @@ class FrozenStep:
         self._versions: list[int] | None = None  # of all params, once a step of this plan was taken
         self._kinds = sorted({(each.group, each.entry.shape) for each in updates})
         self._chosen = self._choose(numbers)
-        self._loaded = _loaded(domain)
+        # Of each shard, the params whose masters were loaded since their last update: kernels compare those alone.
+        self._loaded = list(map(list, map(_LOADED, domain.shards)))
         # -- gradients
-        grads = self._grads()
+        grads: list[Any] = [] if awaits else list(map(gradient_in, listed.params))  # that are there before the step
         self._types = list(map(type, grads))
         self._slices = [each.gradient_slice for each in updates if each.gradient_slice is not None]
-        self._divisors = [each.divisor for each in self._slices]
+        self._divisors = list(map(_DIVISOR, self._slices))
+        self._are_parts = len(self._slices) == len(grads)  # all of them, of params that all have one
         numbers_of_listed = [number for number, grad in enumerate(grads) if grad is not None]
         self._present = numbers_of_listed
         plain = [number for number in numbers_of_listed if type(grads[number]) is torch.Tensor]
@@ -211,7 +215,7 @@ class FrozenStep:
         """True if a step planned now would be this one; the listed params were checked."""
         if not self._holds_before_gradients(listed, numbers):
             return False
-        grads = self._grads()
+        grads: list[Any] = [] if self._awaits else list(map(gradient_in, listed.params))
         return self._types == list(map(type, grads)) and self._show_sums(grads) and self._are_plain(grads)
 
     def _holds_before_gradients(self, listed: ListedParams, numbers: Numbers) -> bool:
@@ -221,7 +225,7 @@ class FrozenStep:
             and self._versions is not None
             and self._revision == self._domain.epoch.revision
             and self._listed is listed
-            and self._loaded == _loaded(self._domain)
+            and self._loaded == list(map(list, map(_LOADED, self._domain.shards)))
             and self._versions == list(map(_VERSION, self._params))
             and self._requires_grad == list(map(_REQUIRES_GRAD, self._params))
             and (self._numbers == numbers or self._chosen == self._choose(numbers))
@@ -241,27 +245,27 @@ class FrozenStep:
             if all(each.is_ahead for each in its)
         }
 
-    def _grads(self) -> list[Any]:
-        """Returns the gradients that are there before the step."""
-        return [] if self._awaits else list(map(gradient_in, self._listed.params))
-
     def _show_sums(self, grads: Sequence[Any]) -> bool:
         """True if the parts among the gradients show the sums, whole and divided as when the step was planned."""
         slices = self._slices
         if not slices:
             return True
-        parts = grads if len(slices) == len(grads) else [each for each in grads if type(each) is GradientPart]
+        parts = grads if self._are_parts else [each for each in grads if type(each) is GradientPart]
         return (
-            all(map(is_, [each.part for each in slices], parts))
-            and all(map(is_, [each.pending for each in slices], repeat(None)))
-            and self._divisors == [each.divisor for each in slices]
+            all(map(is_, map(_PART, slices), parts))
+            and all(map(is_, map(_PENDING, slices), repeat(None)))
+            and self._divisors == list(map(_DIVISOR, slices))
         )
 
     def _are_plain(self, grads: Sequence[Any]) -> bool:
         """True if all other gradients lie in memory as when the step was planned, but for their addresses."""
+        if self._are_parts:
+            return True
         plain = grads if self._plain is None else [grads[number] for number in self._plain]
-        found = zip(self._attributes, _OF_GRADIENT, strict=True)
-        return all([list(map(get, plain)) == attributes for attributes, get in found])
+        for attributes, get in zip(self._attributes, _OF_GRADIENT, strict=True):
+            if list(map(get, plain)) != attributes:
+                return False
+        return True
 
     def plan(self, numbers: Numbers, updates: Sequence[ParamUpdate] | None = None) -> StepPlan:
         """Returns the plan of a step, without what its gradients hold.
@@ -281,7 +285,7 @@ class FrozenStep:
             numbers,
             updates,
             [each.launch(updates, scalars, seed) for each in self._launches],
-            self._alike.advances(scalars),
+            list(zip(self._alike.histories, scalars.of_alike, strict=True)),
             self._facts.now() if domain.mesh.world.size > 1 else [],  # one rank has nothing to compare with
             self._versions is not None,
             self.states,
@@ -329,8 +333,3 @@ class FrozenStep:
         self._versions = list(map(_VERSION, self._params))
         for entry, version in zip(self._entries, self._versions, strict=True):
             entry.version = version
-
-
-def _loaded(domain: Domain) -> list[list[int]]:
-    """Returns, by shard, the params whose masters were loaded since their last update: kernels compare those alone."""
-    return [list(shard.loaded_masters) for shard in domain.shards]

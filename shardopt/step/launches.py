@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..kernels.spec import Pass, Spec
     from ..rules import Variant
     from ..rules.matrix import MatrixScalars
-    from .alike import AlikeParams, StepScalars
+    from .alike import AlikeParams, ParamScalars, StepScalars
     from .matrix_passes import Apply
     from .param_update import ParamUpdate
 
@@ -107,6 +107,9 @@ class GradientStats(NamedTuple):
     norm: float | None = None  # 2-norm of all gradients, where every rank knows it
 
 
+_NO_GRADIENTS = GradientStats()
+
+
 @dataclass
 class StepPlan:
     """What this rank would do in one domain."""
@@ -115,14 +118,14 @@ class StepPlan:
     numbers: Sequence[dict[str, Any]] = ()  # hyper-parameters of each group, as plain numbers
     updates: Sequence[ParamUpdate] = ()
     launches: list[Launch] = field(default_factory=list)
-    # What the step's commit carries on: for each history of the params that are updated.
-    advances: Sequence[tuple[History, dict[str, float]]] = ()
+    # Each history of the params that are updated, with the scalars that it carries on.
+    advances: Sequence[tuple[History, ParamScalars]] = ()
     facts: Sequence[Any] = ()  # of all params, JSON-able: their steps and gradients must be alike on all ranks
     is_replayed: bool = False  # True if the records of the params already say all that an update changes in them
     states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
     written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
     sources: Sequence[ParamRecord] = ()  # those of them whose ``data`` is a tensor that is not taken yet
-    stats: GradientStats = field(default_factory=GradientStats)
+    stats: GradientStats = _NO_GRADIENTS
     margins: dict[ParamRecord, dict[str, torch.Tensor]] = field(default_factory=dict)  # new ones, from the update on
     program: Program = field(default_factory=Program)  # of its update
     kept: KeptChunks | None = None  # the chunks that the last step updated; None: they are not kept
@@ -166,11 +169,12 @@ class LaunchForm:
             gradients = shard.tables.gradients_of(list(updates), grads, self.starts, self.is_on_host)
         backend_of(shard.home.device).prepare(spec, shard.home.device, gradients.aligned)
         table = np.zeros((shard.tables.num_rows, len(spec.scalars)), dtype=np.float32)
-        found = self.fill(table, scalars)
+        self.fill(table, scalars)
         noise = _noise(seed, shard, updates) if spec.needs_noise else None
         apply = None
         if whole.around is not None:
-            apply = plan_apply(shard, whole.around, found, partial(_noise, seed, shard, updates))
+            values = [(scalars.of_alike[number].values, rows) for number, rows in self.alike]
+            apply = plan_apply(shard, whole.around, values, partial(_noise, seed, shard, updates))
         last, runs = len(spec.passes) - 1, scalars.runs
         runs_of_rows = {row: runs[entry] for row, entry in self.entries.items() if entry in runs} if runs else {}
         return Launch(
@@ -188,15 +192,13 @@ class LaunchForm:
             ties=self.ties,
         )
 
-    def fill(self, table: np.ndarray[Any, Any], scalars: StepScalars) -> Sequence[tuple[Sequence[float], list[int]]]:
-        """Fills a table with the scalars of a step. Returns those of alike params, and the rows that have them."""
-        # Few are evaluated: the rows of each are filled together.
-        found = [(scalars.of_alike[number].values, rows) for number, rows in self.alike]
+    def fill(self, table: np.ndarray[Any, Any], scalars: StepScalars) -> None:
+        """Fills a table with the scalars of a step: few are evaluated, and the rows of each are filled together."""
         width = table.shape[1]
-        for values, rows in found:
-            own = values[:width]  # of a matrix rule, the first pass's; results of reductions are not known
+        for number, rows in self.alike:
+            # Of a matrix rule, the first pass's; results of reductions are not known.
+            own = scalars.of_alike[number].values[:width]
             table[rows, : len(own)] = own
-        return found
 
 
 def forms_of(

@@ -62,7 +62,7 @@ class AddUp:
 
     def run(self, update: Update, relay: Relay) -> None:
         with update.domain.clock.phase("agree"):
-            self.sums.add_up(self.number, update.ran, relay)
+            self.sums.add_up(self.number, [each for its in update.ran.values() for each in its], relay)
 
 
 @dataclass(frozen=True)

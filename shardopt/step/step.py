@@ -20,9 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -53,8 +52,7 @@ Planners = dict[Domain, StepPlanner]
 Bind = Callable[[Domain, Sequence[Group], Sequence[dict[str, Any]], Sequence[Candidate], bool], object]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of ``step()``.
 
     Attributes:
@@ -94,19 +92,19 @@ def run_step(
         planners: those of earlier steps; a domain's first step adds its own.
     """
     for domain, _ in by_domain:
-        check_unbroken(domain)
+        if domain.broken is not None:
+            check_unbroken(domain)
     # 1. masters, 2. survey, 3. agree
     plans, consensus = _survey_and_agree(by_domain, whole, call, bind, planners)
     # 4. decide
     norm = _norm(plans, whole, consensus, call.scale)
-    is_idle = all(_changes_nothing(plan) for plan in plans)
-    if consensus.overflow or is_idle or _decide_skip(plans, consensus, call.scale):
+    if consensus.overflow or _change_nothing(plans) or _decide_skip(plans, consensus, call.scale):
         for plan in plans:
             _mark_used(plan)
             plan.domain.end_step()
         return False, norm
     # 5. update, 6. gather
-    clip = clip_factor(plans[0].domain.options, norm, (group for plan in plans for group in plan.numbers))
+    clip = clip_factor(plans[0].domain.options, norm, [group for plan in plans for group in plan.numbers])
     undone = _update(plans, Factors(unscale=1.0 / call.scale, clip=clip), whole)
     if undone is not None:
         for plan in plans:
@@ -138,19 +136,20 @@ def _survey_and_agree(
     planners: Planners,
 ) -> tuple[list[StepPlan], Consensus]:
     """Collective: the ranks of each domain agree by themselves, then those of the whole model."""
-    relay, overflow, plans, consensus = Relay(call.problem), False, [], None
+    if not whole:
+        ((domain, groups),) = by_domain
+        plan, consensus = _survey_and_agree_in(domain, groups, call, bind, planners)
+        return [plan], consensus
+    relay, overflow, plans = Relay(call.problem), False, list[StepPlan]()
     for domain, groups in by_domain:
-        found = relay.meet(partial(_survey_and_agree_in, domain, groups, call, bind, planners, bool(whole)))
+        found = relay.meet(partial(_survey_and_agree_in, domain, groups, call, bind, planners, True))
         # Where the main domain has all ranks, all of them raise here. If a rank failed in its closure, the others may
         # have raised in their backward, and then take part in no other exchange. Else the rest of the model waits.
-        if found is None and (not whole or (len(whole) == 1 and whole[0] is domain.mesh.world)):
+        if found is None and len(whole) == 1 and whole[0] is domain.mesh.world:
             relay.check()
-        plan, consensus = found or (StepPlan(domain), None)
-        overflow |= consensus is not None and consensus.overflow
-        plans.append(plan)
-    if not whole:
-        assert consensus is not None
-        return plans, consensus
+        if found is not None:
+            overflow |= found[1].overflow
+        plans.append(StepPlan(domain) if found is None else found[0])
     main = plans[0].domain
     key = {
         "closure": call.closure,
@@ -176,20 +175,22 @@ def _survey_and_agree_in(
     call: Call,
     bind: Bind,
     planners: Planners,
-    is_part: bool,
-    _: Exception | None,
+    is_part: bool = False,
+    _: Exception | None = None,
 ) -> tuple[StepPlan, Consensus]:
     """Collective over one domain; ``is_part``: it is not all of the model."""
     relay, numbers = Relay(call.problem), list[dict[str, Any]]()
 
     def read() -> list[Candidate]:
-        numbers.extend(plain_numbers(group) for group in groups)
+        numbers[:] = [plain_numbers(group) for group in groups]
         check_numbers(numbers, call.defaults)
         return domain.unbound(groups)
 
     def survey() -> StepPlan:
         with domain.clock.phase("survey"):
-            planner = planners.setdefault(domain, StepPlanner(domain))
+            if domain not in planners:
+                planners[domain] = StepPlanner(domain)
+            planner = planners[domain]
             replayed = planner.replay(groups, numbers, call.scale, call.overflow, is_part)
             if replayed is None:
                 follow_written_params(domain)
@@ -340,17 +341,21 @@ def _holds_nan(plans: Sequence[StepPlan], whole: Sequence[Ranks]) -> bool:
         return agree(digest, main.mesh.world).nonfinite > 0
 
 
-def _changes_nothing(plan: StepPlan) -> bool:
+def _change_nothing(plans: Sequence[StepPlan]) -> bool:
     """True if the step makes no state and all its gradients and learning rates are zeros; the same on all ranks.
 
     torch's ``get_state_dict()`` takes such a step if it finds no state. What was read before it stays valid.
     """
-    domain = plan.domain
-    counts_steps = any(domain.rule.of(group).counts_steps for group in plan.numbers)
-    if not plan.updates or counts_steps or any(plan.states.values()):
-        return False
-    is_assigned = all(each.gradient_slice is None and each.entry.gradient_slice is not None for each in plan.updates)
-    return is_assigned and domain.mesh.world.size > 1 and not any(group.get("lr", 1) for group in plan.numbers)
+    for plan in plans:
+        if plan.is_replayed or not plan.updates or any(plan.states.values()) or plan.domain.mesh.world.size == 1:
+            return False  # nearly every step ends here: a plan is replayed once a step of it was taken
+        for each in plan.updates:
+            if each.gradient_slice is not None or each.entry.gradient_slice is None:
+                return False
+        for group in plan.numbers:
+            if plan.domain.rule.of(group).counts_steps or group.get("lr", 1):
+                return False
+    return True
 
 
 def _decide_skip(plans: Sequence[StepPlan], consensus: Consensus, scale: float) -> bool:
@@ -403,8 +408,8 @@ def commit(plan: StepPlan, planner: StepPlanner) -> None:
     Collective with ``fraction="auto"``: takes back the states that devices have room for.
     """
     _mark_used(plan)
-    for history, carried in plan.advances:
-        history.advance(carried)
+    for history, scalars in plan.advances:
+        history.advance(scalars.carried)
     torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
     if not plan.is_replayed or plan.margins:  # else the records say already what an update makes of them
         for each in plan.updates:

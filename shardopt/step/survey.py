@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..errors import ShardoptError
@@ -318,7 +319,7 @@ def _stats_of(
         # fsum rounds once, so that the order of params cannot show.
         two, _, counts = norms
         norm = math.sqrt(math.fsum((two * two).tolist()))
-        return GradientStats(nonfinite=int(counts.sum()) if reports else 0, norm=norm)
+        return GradientStats(nonfinite=int(np.add.reduce(counts)) if reports else 0, norm=norm)
     sampled = [] if domain.reducer is not None else _sample(domain, updates)
     together = list(joined(domain.shards, launches))
     if options.max_grad_norm is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -67,21 +68,27 @@ class ChunkUpdate(NamedTuple):
 
     chunk: Chunk
     launches: Sequence[Launch]
-    runs: Sequence[Sequence[GradientRun] | None]  # of each launch; None where gradients are read where they are
+    # Of each launch, for the elements of this chunk alone: the table of gradients that are read where they are, or the
+    # runs that the store copies.
+    gradients: Sequence[Gradients | Sequence[GradientRun]]
+    copies: bool = False  # True if there are runs
     target: torch.Tensor | None = None  # 1D, as long as the chunk: written in place of params and masters
 
-    def tables(self, fetched: Fetched) -> list[Gradients]:
-        """Makes the table of gradients of each launch, for the elements of this chunk alone."""
-        start, stop, copies = self.chunk.start, self.chunk.stop, iter(fetched.gradients)
-        found = [
-            launch.gradients.part(start, stop, launch.spec.grad.itemsize)
-            if runs is None
-            else _table(launch.shard, self.chunk, [(run, next(copies)) for run in runs])
-            for launch, runs in zip(self.launches, self.runs, strict=True)
-        ]
+    @staticmethod
+    def of(chunk: Chunk, launches: Sequence[Launch]) -> ChunkUpdate:
+        """Returns the update of a chunk that reads all gradients where they are."""
+        return ChunkUpdate(chunk, launches, [_only(each, _part(each, chunk), chunk) for each in launches])
+
+    def tables(self, fetched: Fetched) -> Sequence[Gradients]:
+        """Makes the table of gradients of each launch."""
+        if not self.copies:
+            return self.gradients  # type: ignore[return-value]
+        copies, chunk = iter(fetched.gradients), self.chunk
         return [
-            table if launch.blocks is None else table.only(blocks_of(launch.blocks, start, stop))
-            for launch, table in zip(self.launches, found, strict=True)
+            each
+            if isinstance(each, Gradients)
+            else _only(launch, _table(launch.shard, chunk, [(run, next(copies)) for run in each]), chunk)
+            for launch, each in zip(self.launches, self.gradients, strict=True)
         ]
 
 
@@ -111,14 +118,27 @@ def chunks_of(
 
 def _chunk_update(shard: Shard, chunk: Chunk, launches: list[Launch]) -> ChunkUpdate:
     updates_on_host = chunk.home.updates_on_host
-    runs = [
-        None if launch.is_on_host == updates_on_host else _runs(launch, chunk.start, chunk.stop) for launch in launches
+    gradients = [
+        _only(launch, _part(launch, chunk), chunk)
+        if launch.is_on_host == updates_on_host
+        else _runs(launch, chunk.start, chunk.stop)
+        for launch in launches
     ]
-    moved = tuple([run.values for each in runs if each is not None for run in each])
+    runs = [each for each in gradients if not isinstance(each, Gradients)]
+    moved = tuple([run.values for each in runs for run in each])
     writes_params = updates_on_host and any(launch.part.writes_param for launch in launches)
     written = _written(shard, chunk, launches) if writes_params else ()
     chunk = replace(chunk, gradients=moved, written=written, unwritten=_unwritten(chunk, launches))
-    return ChunkUpdate(chunk, launches, runs)
+    return ChunkUpdate(chunk, launches, gradients, bool(runs))
+
+
+def _part(launch: Launch, chunk: Chunk) -> Gradients:
+    return launch.gradients.part(chunk.start, chunk.stop, launch.spec.grad.itemsize)
+
+
+def _only(launch: Launch, table: Gradients, chunk: Chunk) -> Gradients:
+    """Returns the table with the blocks that the launch leaves out skipped."""
+    return table if launch.blocks is None else table.only(blocks_of(launch.blocks, chunk.start, chunk.stop))
 
 
 def _unwritten(chunk: Chunk, launches: Sequence[Launch]) -> frozenset[str]:
@@ -197,18 +217,22 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
     Returns:
         Why no rank updated anything after all. An error is raised where that is not certain.
     """
-    bound = [plan for plan in plans if plan.domain.links is not None]  # without links every param is frozen
-    for plan in bound:
-        for store in plan.domain.stores:
-            store.begin_step()  # it chooses where the launches run that are made next
-    updates = [Update(plan, launches_by_shard(plan), factors) for plan in bound]
-    for plan in bound:
-        if plan.domain.sharded is not None:
+    updates, is_final = list[Update](), True
+    for plan in plans:
+        domain = plan.domain
+        if domain.links is not None:  # without links every param is frozen
+            for store in domain.stores:
+                store.begin_step()  # it chooses where the launches run that are made next
+            updates += (Update(plan, launches_by_shard(plan), factors),)
+        elif not whole:
+            continue
+        # Ranks of a model that is composed come to this agreement whatever they have bound.
+        is_final = is_final and domain.store.is_final
+    for update in updates:
+        if update.domain.sharded is not None:
             # The next forward gathers params anew: whole params here would be out of date.
-            plan.domain.gatherer.drop_all()
-        plan.domain.epoch.begin_step()
-    # Ranks of a model that is composed come to this agreement whatever they have bound.
-    is_final = all(plan.domain.store.is_final for plan in plans if whole or plan.domain.links is not None)
+            update.domain.gatherer.drop_all()
+        update.domain.epoch.begin_step()
     if not is_final:
         undone = _update_or_roll_back(updates, plans[0].domain, whole)
         if undone is not None:
@@ -263,7 +287,7 @@ class Update:
     Attributes:
         launches: of the last pass of each rule, by shard, in the order in which shards are updated.
         matrices: the launches of the first pass of rules of whole matrices; their shards are not among the others.
-        ran: the launches of the pass that ran last.
+        ran: the launches of the pass that ran last, by shard.
         slices: of matrices, on their way; from the first pass on.
         joins: True if launches of several shards are made as one where the backend takes them.
     """
@@ -273,10 +297,12 @@ class Update:
     def __init__(self, plan: StepPlan, launches: LaunchesByShard, factors: Factors, joins: bool = True):
         self.plan, self.domain, self.factors, self.joins = plan, plan.domain, factors, joins
         self.shards = list(launches)
-        of_matrices = set(plan.program.of_matrices)
-        self.launches: LaunchesByShard = {shard: its for shard, its in launches.items() if shard not in of_matrices}
-        self.matrices = {shard: its for shard, its in launches.items() if shard in of_matrices}
-        self.ran: list[Launch] = []
+        of_matrices = plan.program.of_matrices
+        self.launches, self.matrices = launches, dict[Shard, Sequence[Launch]]()
+        if of_matrices:
+            self.launches = {shard: its for shard, its in launches.items() if shard not in of_matrices}
+            self.matrices = {shard: its for shard, its in launches.items() if shard in of_matrices}
+        self.ran: LaunchesByShard = {}
         # Of shards that stay in memory beside a disk: updates of their last pass, which hold as soon as they are made.
         self._after_vote: dict[Shard, tuple[Sequence[ChunkUpdate], Factors]] = {}
         self._updated = {each.entry.shard for each in plan.updates}
@@ -335,7 +361,7 @@ class Update:
                 the other ranks wait for it.
         """
         domain, factors, plan = self.domain, factors or self.factors, self.plan
-        self.ran = [each for its in launches.values() for each in its]
+        self.ran = launches
         apart: dict[Shard, Sequence[ChunkUpdate]] = {}
         early = domain.early if is_last else None
         ready = set[Shard]()
@@ -354,8 +380,8 @@ class Update:
                 stay = [shard for shard in chunks if shard.store is not domain.store]
                 self._after_vote.update({shard: (chunks.pop(shard), factors) for shard in stay})
             for store in domain.stores:
-                of_store = [each.chunk for shard, its in chunks.items() if shard.store is store for each in its]
-                store.prefetch(of_store)
+                if store.moves:
+                    store.prefetch([each.chunk for shard in chunks if shard.store is store for each in chunks[shard]])
             apart.update(_update_together(domain, chunks, factors) if self.joins else chunks)
 
         relay.attempt(prepare)
@@ -410,12 +436,10 @@ class Update:
             if domain.overlap_gather(gather, arriving):
                 return
 
-        def finish(failed: bool) -> None:
-            gather.finish(failed)
-
         with domain.clock.phase("gather"):
-            relay.meet(riding_on(finish))
-        self._end(relay)
+            relay.meet(riding_on(gather.finish))
+        if relay.problem is not None:
+            self._end(relay)
 
     @staticmethod
     def _end(relay: Relay) -> None:
@@ -471,10 +495,10 @@ def _update_together(
     together = {
         shard: each[0]
         for shard, each in chunks.items()
-        if len(each) == 1
-        and shard.store.tier == "device"
+        if shard.store.tier == "device"
+        and backend_of(shard.home.device).joins_shards
+        and len(each) == 1
         and not each[0].chunk.gradients
-        and backend_of(shard.device).joins_shards
     }
     if not together:
         return chunks
@@ -519,6 +543,7 @@ def _streams(spec: Spec, each: ChunkUpdate, fetched: Fetched) -> Streams:
     return Streams(streams["param"] if param is None else param, master, states, scales)
 
 
+@lru_cache(maxsize=8)  # each launch of a step asks
 def _folded(factors: Factors, divisor: int) -> Factors:
     folded = Factors(divisor, *factors[1:]).folded()
     assert folded is not None  # chunks_of() divided all others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakValueDictionary
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .norm_table import Array
+
+_TABLE, _ROW = map(attrgetter, ("table", "row"))  # read of many slices at once, in C
 
 
 class Fetch(Protocol):
@@ -375,12 +378,19 @@ def norms_of(slices: Sequence[GradientSlice]) -> tuple[Array, Array, Array] | No
 
     None if those of one are not known.
     """
-    two, largest, nonfinite = np.empty(len(slices)), np.empty(len(slices)), np.empty(len(slices), np.int64)
-    for table, (places, rows) in _by_table(slices).items():
-        if not table.known[rows].all():
+    tables = _by_table(slices)
+    for table, (_, rows) in tables.items():
+        if False in table.known[rows]:
             return None
+    if _written(slices):
+        return None
+    if len(tables) == 1:
+        ((table, (_, rows)),) = tables.items()
+        return table.two[rows], table.largest[rows], table.nonfinite[rows]
+    two, largest, nonfinite = np.empty(len(slices)), np.empty(len(slices)), np.empty(len(slices), np.int64)
+    for table, (places, rows) in tables.items():
         two[places], largest[places], nonfinite[places] = table.two[rows], table.largest[rows], table.nonfinite[rows]
-    return None if _written(slices) else (two, largest, nonfinite)
+    return two, largest, nonfinite
 
 
 def _edited(
@@ -417,10 +427,13 @@ def _written(slices: Sequence[GradientSlice]) -> list[GradientSlice]:
     return [each for each in slices if (each._lent is not None or each._is_aliased) and each.was_written]
 
 
-def _by_table(slices: Sequence[GradientSlice]) -> dict[NormTable, tuple[list[int], list[int]]]:
+def _by_table(slices: Sequence[GradientSlice]) -> dict[NormTable, tuple[Sequence[int], list[int]]]:
     """Returns, by table, the indices in ``slices`` of those whose norms it holds, and their rows."""
-    found: dict[NormTable, tuple[list[int], list[int]]] = {}
-    for table in {each.table: None for each in slices}:
+    tables = dict.fromkeys(map(_TABLE, slices))
+    if len(tables) == 1:  # nearly always
+        return {table: (range(len(slices)), list(map(_ROW, slices))) for table in tables}
+    found: dict[NormTable, tuple[Sequence[int], list[int]]] = {}
+    for table in tables:
         places = [place for place, each in enumerate(slices) if each.table is table]
         found[table] = places, [slices[place].row for place in places]
     return found

@@ -14,11 +14,10 @@ from tests.support.cases import fill_gradients
 from tests.support.training import raises
 
 PARAMS = 500
-# Calls of Python's and of C's functions that a step may take for each param, however many there are.
-CALLS = 2
+CALLS = 450  # of Python's and of C's functions in a step, however many params there are
 
 
-def test_calls_for_each_of_many_params() -> None:
+def test_calls_of_a_step_of_many_params() -> None:
     params = [Parameter(torch.ones(64)) for _ in range(PARAMS)]
     opt = ShardedSGD(params, lr=0.1, momentum=0.9)
     fill_gradients(params, "integers", 0)
@@ -26,7 +25,7 @@ def test_calls_for_each_of_many_params() -> None:
         opt.step()
     with cProfile.Profile() as profile:
         opt.step()
-    assert PARAMS < pstats.Stats(profile).total_calls < CALLS * PARAMS  # type: ignore[attr-defined]
+    assert 0 < pstats.Stats(profile).total_calls < CALLS  # type: ignore[attr-defined]
 
 
 def stepped() -> tuple[list[Parameter], ShardedSGD, list[Parameter], torch.optim.SGD]:

@@ -219,7 +219,7 @@ def test_calls_of_the_scripts_own_code(tmp_path: Path) -> None:
 
         def in_backward(_: object, model: Any = model, opt: ShardedAdamW = opt, seen: Any = seen) -> None:
             for name, call in ALONE.items():
-                if name != "bind" and opt.engine._is_round_open():
+                if name != "bind" and opt.engine.turn.is_round_open:
                     with raises(StateError, "backward()", "has returned"):
                         call(model, opt, tmp_path / "refused")
             seen.append(len(opt.state_dict()["state"]) == 4 and bool(opt.memory()))
@@ -254,7 +254,7 @@ HELD = "holding.<locals>.decorate.<locals>.held"
 
 def test_an_interrupt_gives_the_turn_back() -> None:
     """Ctrl-C at any call of the turn's own functions: what the script then calls is not refused."""
-    for name in ("_Taken.__enter__", "_Taken.__exit__", "Turn.check", "Turn.lend", HELD):
+    for name in ("_Taken.__enter__", "_Taken.__exit__", "Turn.lend", HELD):
         for event in ("call", "return"):
             model, opt = made(2)
             take_step(model, opt, 0)
@@ -349,7 +349,7 @@ def test_a_thread_waits_for_a_backward(tmp_path: Path) -> None:
         wait(turn, call)
 
     def begin(_: object) -> None:
-        if not threads and opt.engine._is_round_open():
+        if not threads and opt.engine.turn.is_round_open:
             threads.append(call_in_thread(lambda: shardopt.save_checkpoint(tmp_path, model, opt), errors))
             assert waits.wait(60)
 

@@ -36,7 +36,7 @@ def _compare(domain: Domain, plan: StepPlan, groups: Sequence[Group], numbers: S
     assert not written_params(domain) and anew.states == plan.states and anew.facts == plan.facts
     assert list(map(_told, anew.updates)) == list(map(_told, plan.updates))
     assert list(map(_told_of_launch, anew.launches)) == list(map(_told_of_launch, plan.launches))
-    carried = [[(each.step, each.carried, after) for each, after in its.advances] for its in (anew, plan)]
+    carried = [[(each.step, each.carried, after.carried) for each, after in its.advances] for its in (anew, plan)]
     assert carried[0] == carried[1]
 
 
