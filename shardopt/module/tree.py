@@ -22,9 +22,7 @@ class ModuleTree:
         self._tables: list[dict[str, Any]] = [
             table for module in root.modules() for table in (getattr(module, kind), module._modules)
         ]
-        self._values = list(
-            chain.from_iterable(map(dict.values, self._tables))
-        )
+        self._values = list(chain.from_iterable(map(dict.values, self._tables)))
         self._ids = list(map(id, self._values))  # which are kept alive, so that nothing else has their ids
 
     @property
