@@ -14,7 +14,7 @@ one that is predicted by the same factor on each side of each matrix, so bytes g
 * on an H100, beside each committed result of one, the prediction and its error. Rates of the machine come from the
   results of the bus and the kernels alone; training steps, moves and steps with states in host memory are held out.
   The host's time of a training's phases is that of ``bench/host.py`` on a null device of another machine, times one
-  factor, to which the step of DDP was fitted.
+  factor, which was fitted to one result: the step of stage 2.
 
 The H100 ran earlier commits. ``--record FILE`` writes what stand-ins record of the commit at hand, and ``--held-out``
 predicts each result from the record of its own commit, and from the times of ``bench/host.py`` of that commit.
@@ -141,14 +141,16 @@ TRAININGS = {
 
 # What an H100 measured: file, path in it, and the training and call that predict it ("": the whole round).
 _TRAININGS = "train-bf16-1-ranks-quick"
-FITTED = (_TRAININGS, ("engines", "ddp", "step s", "median"))
+# To one of them the host's speed is fitted. Not to DDP: its host runs C++ for the most part, that of a stage Python,
+# and machines differ in how fast they are at each.
+FITTED = (_TRAININGS, ("engines", "module-2", "step s", "median"))
 HELD_OUT = [
     *(
         (_TRAININGS, ("engines", engine, "step s", "median"), training, "")
         for engine, training in (
+            ("ddp", "ddp"),
             ("module-0", "stage-0"),
             ("module-1", "stage-1"),
-            ("module-2", "stage-2"),
             ("module-3", "stage-3"),
             ("module-2-cpu", "stage-2-ring"),
         )
@@ -164,9 +166,12 @@ NOT_PREDICTED = {
     "FSDP2, DDP's own reducer": "they run in C++ of torch, which the stand-ins do not see: DDP is the plain "
     "model, with the host's time of DDP",
     "DDP + shardopt stage 1": "likewise, and its host's time was not measured apart",
-    "the host of the H100": "its time for the phases of a training is that of another CPU (bench/host.py)",
-    "commits": "the H100 measured earlier commits, whose host work was more and whose offloaded steps were other ones; "
-    "what is recorded is the commit at hand",
+    "the host of the H100": "its time for the phases of a training is that of another, busy CPU (bench/host.py)",
+    "step='gpu', step, states offloaded": "the host's time for each of 64 chunks was measured on a busy "
+    "machine, where it is twice what that of the H100 can have been",
+    "step='cpu'": "the native kernel is taken to move bytes as fast as a copy in host memory, on all cores",
+    "reload()": "the commit that was measured gave registered memory back, which takes no time here",
+    "commits": "beside results of an H100 stand the commit at hand, or with --held-out the commits that it ran",
     "registering memory": "its rate (GB/s of pinning) is assumed: no result tells it apart from the move that it is in",
     "pageable copies": "a copy from memory that is not pinned is as fast here as one from pinned memory",
     "two kernels at a time": "kernels of several streams run one after the other",
@@ -182,20 +187,21 @@ def host_times(name: str, hardware: Hardware, commit: str = "") -> dict[str, int
         commit: an earlier one that they are of.
     """
     of = f"host-of-{commit}-" if commit else "host-"
-    row = TRAININGS[name].host
+    row, ddp = TRAININGS[name].host, _newest("host-null-1-ranks")[DDP]["least seconds"][0]
     if row is None:
         found = _newest(f"{of}moves-null")
         its = {key.partition(", ")[2]: value for key, value in found.items() if key.startswith(f"{name}, ")}
-        # Times of another run, in which the machine may have been busier: DDP's step is in both.
-        of_ddp = _newest(f"{of}null-1-ranks")[DDP]["least seconds"][0]
-        share = sum(of_ddp.values()) / sum(found[DDP].values()) if found else 1.0
-        seconds = {call: share * value["least seconds"] + value["driver"] for call, value in its.items()}
+        seconds = {call: value["least seconds"] for call, value in its.items()}
+        driver, of_ddp = {call: value["driver"] for call, value in its.items()}, found.get(DDP, ddp)
     else:
-        found = _newest(f"{of}null-1-ranks")[row]
-        least, calls = found["least seconds"][0], found["calls"][f"{BLOCKS} blocks"]
-        phases = ("forward", "backward", "step")
-        seconds = {phase: least[phase] + seconds_of_driver({phase: calls[phase]}) for phase in phases}
-    return {call: int(1e9 * each * hardware.host) for call, each in seconds.items()}
+        found, phases = _newest(f"{of}null-1-ranks"), ("forward", "backward", "step")
+        seconds, calls = found[row]["least seconds"][0], found[row]["calls"][f"{BLOCKS} blocks"]
+        driver = {phase: seconds_of_driver({phase: calls[phase]}) for phase in phases}
+        of_ddp = found[DDP]["least seconds"][0]
+    # Times of another run, in which the machine may have been busier: DDP's step is in each.
+    share = sum(ddp.values()) / sum(of_ddp.values())
+    times = {call: share * seconds[call] + driver[call] for call in driver}
+    return {call: int(1e9 * each * hardware.host) for call, each in times.items()}
 
 
 def _newest(name: str) -> dict[str, Any]:
@@ -245,13 +251,13 @@ def measured(kind: str, where: Sequence[str]) -> tuple[float, str]:
     return found, commit
 
 
-def fitted(hardware: Hardware, ddp: Round, commit: str = "") -> Hardware:
-    """Returns the machine with the factor of its host's time by which DDP takes what an H100 measured."""
+def fitted(hardware: Hardware, stage_2: Round, commit: str = "") -> Hardware:
+    """Returns the machine with the factor of its host's time by which stage 2 takes what an H100 measured."""
     seconds, _ = measured(*FITTED)
     low, high = 0.1, 10.0
     for _ in range(30):
         middle = replace(hardware, host=(low + high) / 2)
-        if predict("ddp", ddp, middle, commit)["seconds"] < seconds:
+        if predict("stage-2", stage_2, middle, commit)["seconds"] < seconds:
             low = middle.host
         else:
             high = middle.host
@@ -287,7 +293,7 @@ def held_out(directory: Path) -> dict[str, Any]:
         return found
 
     _, commit = measured(*FITTED)
-    hardware = fitted(MACHINES["h100-pcie5"], records_of(commit)["ddp"], commit)
+    hardware = fitted(MACHINES["h100-pcie5"], records_of(commit)["stage-2"], commit)
     rows = beside_results(lambda training, of: predict(training, records_of(of)[training], hardware, of))
     return {"hardware": asdict(hardware), **compared(rows)}
 
@@ -353,7 +359,7 @@ def main() -> None:
 
 def of_machine(args: argparse.Namespace, records: dict[str, Round]) -> None:
     """Predicts, prints and writes what was recorded on one machine."""
-    hardware = fitted(MACHINES[args.machine], records.get("ddp") or recorded("ddp"))
+    hardware = replace(MACHINES[args.machine], host=_newest("timeline-held-out")["hardware"]["host"])
     predictions = {name: predict(name, found, hardware) for name, found in records.items()}
     show(
         f"{hardware.name}: predicted, not measured",

@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("option", "compilers"),
     ("arguments",),
-    ("errors", "version", "beginning", "huge_pages", "machine", "profiler", "uncompiled"),
+    ("errors", "version", "beginning", "gpu_stream", "huge_pages", "machine", "profiler", "uncompiled"),
 )
 # The public names, which Python loads first: what they import is the roof's to choose.
 FACE = "__init__"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from ..errors import OffloadError, StateError
+from ..gpu_stream import current_stream
 from ..remote.ended_peers import groups_between
 from ..remote.peers import Peers
 from .remote_gradients import Reducing, mean_at, names_gradient
@@ -100,7 +101,7 @@ class RemoteStates:
             # On the stream of the kernels' device: record() alone takes the current device's, and would order nothing
             # in a script that never calls set_device(). Test: test_a_reader_waits_for_the_kernels_of_the_step.
             self._written = torch.cuda.Event()
-            self._written.record(torch.cuda.current_stream(self._domain.device))
+            self._written.record(current_stream(self._domain.device))
 
     def retire(self) -> None:
         """Stops reading: the optimizer is gone. The other ranks can read until all of them retire."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import ShardoptError
-from ..partition.streams import call_on, stream_of_thread
+from ..gpu_stream import call_on, stream_of_thread
 from ..tensors.gradient import GradientPart
 from ..tensors.unsharded_guard import gradient_in
 from ..units.unit import UnitState

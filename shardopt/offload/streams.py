@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..gpu_stream import on_stream, stream_of_thread
+
 Mark = Any  # a torch.cuda.Event
 Copy = tuple[torch.Tensor, torch.Tensor]  # into, source: both 1D, of one dtype and length
 
@@ -51,14 +53,14 @@ class CopyStreams:
     """Copies to the device and copies to the host, in order with kernels: two CUDA streams beside the current one."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._index = device.index
         # Two streams: in one, a copy to the device would wait for the copy to the host before it.
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
 
     def now(self) -> Mark:
         """Returns a mark after all kernels that were launched so far."""
-        return self._mark(torch.cuda.current_stream(self._device))
+        return self._mark(stream_of_thread(self._index))
 
     def _mark(self, stream: torch.cuda.Stream) -> Mark:
         mark = torch.cuda.Event()
@@ -75,14 +77,14 @@ class CopyStreams:
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], after: Mark) -> Mark:
         stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             for into, source in copies:
                 into.copy_(source, non_blocking=True)
         return self._mark(stream)
 
     def wait(self, mark: Mark) -> None:
         """Kernels that are launched from now on run after the mark."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        stream_of_thread(self._index).wait_event(mark)
 
     def synchronize(self, mark: Mark) -> None:
         """The host waits for the mark."""

@@ -20,39 +20,11 @@ ready to be added to. That use is marked too, and each reduction joins it before
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-_T = TypeVar("_T")
-
-
-# By a device's index and the handle of a stream: torch makes an object of Python's anew each time that it is asked, in
-# 3 us, and in autograd's thread in 20. Handles are CUDA's: one names the same stream as long as there is one.
-_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
-
-
-def stream_of_thread(index: int) -> torch.cuda.Stream:
-    """Returns the stream on which this thread computes on the GPU of this index: one object for each stream."""
-    place = index, torch._C._cuda_getCurrentRawStream(index)
-    found = _STREAMS.get(place)
-    if found is None:
-        found = _STREAMS[place] = torch.cuda.current_stream(index)
-    return found
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Returns the stream on which this thread computes; None on a CPU."""
-    return stream_of_thread(device.index) if device.type == "cuda" else None
-
-
-def call_on(stream: torch.cuda.Stream | None, call: Callable[..., _T], *arguments: object) -> _T:
-    """Makes a call on a stream of this thread's device; None: on the current one."""
-    if stream is None or stream is stream_of_thread(stream.device_index):
-        return call(*arguments)
-    with torch.cuda.stream(stream):
-        return call(*arguments)
+from ..gpu_stream import stream_of_thread
 
 
 class StreamUses:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import CommunicationError
-from ..streams import current_stream
+from ...gpu_stream import current_stream, on_stream
 from .all_gather import FIRST_TAG
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class AsyncGather:
             if number in self._coded:  # decoding again would write what may be read by now
                 self._step_stream.wait_stream(here)
             else:
-                with torch.cuda.stream(self._step_stream):
+                with on_stream(self._step_stream):
                     end()
         del self._ends[number]  # last: after an error the next wait meets the same error
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CommunicationError, DisagreementError
+from ...gpu_stream import current_stream
 from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
 from .messages import Evaluation, book_of, waiting
@@ -174,7 +175,7 @@ class Ranks:
             CommunicationError: they do not end.
         """
         reached = torch.cuda.Event()
-        reached.record(torch.cuda.current_stream(device))
+        reached.record(current_stream(device))
         self.wait_for_device(reached.query, phase)
 
     def wait_for_device(self, is_done: Callable[[], bool], phase: str) -> None:

@@ -31,6 +31,7 @@ class Book:
         self.hosts = Hosts()
         self.regions = Regions(self.hosts)
         self.counts = Counts()
+        self.streams: dict[int, Stream] = {}  # by id
         self.default = Stream(self, "the default stream")
         self.record: Record | None = None  # of what is done from now on
         self._here = _Here()
@@ -53,6 +54,9 @@ class Book:
             yield
         finally:
             self._here.stream = before
+
+    def make_current(self, stream_id: int, **_: int) -> None:
+        self._here.stream = self.streams[stream_id]
 
     @contextmanager
     def making(self, on_device: bool) -> Iterator[None]:

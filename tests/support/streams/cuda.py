@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
+from shardopt import gpu_stream
 from shardopt.domain import remote_states
 from shardopt.offload import pinned
-from shardopt.partition import streams
 from shardopt.remote import serve
 
 from .book import Book
@@ -59,9 +59,14 @@ def stand_in(book: Book) -> Iterator[None]:
         stack.enter_context(patch.object(pinned, "_PAGE", 1))  # what is tiny here stands for whole pages
         for name, value in names.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        raw = patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: id(book.stream), create=True)
-        stack.enter_context(raw)
+        raw: dict[str, Any] = {
+            "getCurrentRawStream": lambda index: id(book.stream),
+            "getDevice": lambda: 0,
+            "setStream": book.make_current,
+        }
+        for name, value in raw.items():
+            stack.enter_context(patch.object(torch._C, f"_cuda_{name}", value, create=True))
         # The process's own, which know nothing of this book.
-        for kept in (streams._STREAMS, remote_states._STREAMS, serve._SERVERS):
+        for kept in (gpu_stream._STREAMS, remote_states._STREAMS, serve._SERVERS):
             stack.enter_context(patch.dict(kept, clear=True))
         yield

@@ -13,7 +13,9 @@ class Stream(Agent):
 
     def __init__(self, book: "Book", name: str):
         super().__init__(name)
-        self._book, self.device_index = book, 0
+        self._book, self.device_index, self.device_type = book, 0, 1
+        self.stream_id = id(self)
+        book.streams[self.stream_id] = self
 
     def wait_event(self, event: "Event") -> None:
         self.follow(event.clock)
