@@ -43,8 +43,10 @@ them back right after the rule's last assignment to each, and does all the stori
                 ... the rest of the rule, stores ...
 
 LLVM drops from each loop whatever nothing in it depends on: for AdamW the first one decodes and averages, and the
-second one has the root, the divisions and the encoding, which different units of a core do at the same time. Lion's
-param follows from the old average, so that a second loop would decode it again: its first loop does all but encode.
+second one has the root, the divisions and the encoding, which different units of a core do at the same time. AdamW's
+second loop is two: the first encodes one state and puts the divisor, in which the root is, on the stack; the next
+encodes the other and divides. A core then has room for more elements at a time. Lion's param follows from the old
+average, so that a second loop would decode it again: its first loop does all but encode.
 
 A rule that looks at whole params has several passes (``rules/passes.py``), a kernel each. A state that another pass
 reads is, from its last assignment on, what its format holds: narrowed and widened again at once. In 8 bits it is known
@@ -82,7 +84,8 @@ if TYPE_CHECKING:
 # Of each measured value, for each block: see ``BlockSums``.
 SUMS = ("mantissa", "exponent", "largest", "nonfinite")
 _NOISE = ("key", "other_key", "first_element", "phase")
-_MEASURED = 30  # the stream of measured values on the stack; states and their codes have streams up to 29
+# Streams on the stack; states and their codes have those up to 29, but for the divisor's.
+_MEASURED, _DIVISOR = 30, 28
 
 
 @functools.cache
@@ -170,13 +173,21 @@ def _loops(spec: Spec, number: int, states: Sequence[State]) -> list[str]:
     for loop in range(1, last + 1):
         found = [each for each in states if each.is_block and each.depth == loop]  # in this loop
         known = [each for each in states if not (each.is_block and each.depth >= loop)]
-        body = [*loads, *_body(known, rule), *(line for each in found for line in each.keep)]
+        divisor = _divisor(rule, known) if loop == last and not part.products else None
+        stored = known
+        if divisor is not None:
+            stored, early = known[:1], known[1:]
+            body = [*loads, *_body(known, early, rule), f"store_f32(divisor_at, i - start, {divisor}, {_DIVISOR})"]
+            body += [line for each in early for line in (each.store, *each.advance)]
+            lines += ["divisor_at = scratch_i32(256)", *(line for each in early for line in each.restart)]
+            lines += _loop_over(body)
+        body = [*loads, *_body(known, stored, rule, divisor), *(line for each in found for line in each.keep)]
         if loop == last:
-            body += [each.store for each in known if each.is_written]
+            body += [each.store for each in stored if each.is_written]
             body += param.stores if part.writes_param else []
             body += [line for value in part.measured for line in _measuring(value)]
-        body += [line for each in known for line in each.advance]
-        lines += [line for each in known for line in each.restart]
+        body += [line for each in stored for line in each.advance]
+        lines += [line for each in stored for line in each.restart]
         lines += loop_over_runs(part.products[0], body) if part.products else _loop_over(body)
         lines += [line for each in found for line in each.scale]
     lines += _loop_over(param.rounds) if part.writes_param and param.rounds else []
@@ -216,17 +227,43 @@ def _loop_over(body: list[str]) -> list[str]:
     return ["for i in range(start, start + count):", *(f"    {line}" for line in body)]
 
 
-def _body(known: Sequence[State], rule: list[str]) -> list[str]:
-    """Returns the rule's statements in a loop, with what becomes of each of these states after its last assignment."""
+def _divisor(rule: list[str], known: Sequence[State]) -> str | None:
+    """Returns the local variable, with a root in it, that the param's change is divided by, if it has its own loop.
+
+    The root and its divisions keep one unit of a core busy, and the others encode meanwhile: one state beside each
+    loop's. So all states are in 8 bits, and more than one.
+    """
+    if len(known) < 2 or not all(each.is_block and each.is_written and not each.is_rounded for each in known):
+        return None
+    for at, line in enumerate(rule):
+        target = line.partition(" = ")[0]
+        if target.startswith("local_") and "sqrt(" in line and any(f"/ {target}" in later for later in rule[at:]):
+            return target
+    return None
+
+
+def _body(known: Sequence[State], stored: Sequence[State], rule: list[str], divisor: str | None = None) -> list[str]:
+    """Returns the rule's statements in a loop, with what becomes of each state after its last assignment.
+
+    Args:
+        known: states whose new values an earlier loop has put on the stack, or that need none.
+        stored: those of them that are stored in this loop.
+        divisor: has been put on the stack, too.
+    """
     body = list(rule)
     for each in known:
         if not (each.is_rounded or each.is_written):
             continue
-        lines = [*each.reread, f"kept_{each.name} = {each.narrow}"]
+        lines = list(each.reread)
+        if each in stored:
+            lines.append(f"kept_{each.name} = {each.narrow}")
         if each.is_rounded:
             lines.append(f"{each.value} = {each.widen}")
         at = _last_assignment(body, each.value)
         body[at + 1 : at + 1] = lines
+    if divisor is not None:
+        at = _last_assignment(body, divisor)
+        body.insert(at + 1, f"{divisor} = load_f32(divisor_at, i - start, {_DIVISOR})")
     return body
 
 

@@ -54,4 +54,6 @@ def adam(param, grad, state, s, flags):
     if flags.amsgrad:
         state.max_exp_avg_sq = maximum(state.max_exp_avg_sq, state.exp_avg_sq)
         second = state.max_exp_avg_sq
-    return param - s.step_size * state.exp_avg / (sqrt(second) / s.bias_correction2_sqrt + s.eps)
+    change = s.step_size * state.exp_avg
+    denominator = sqrt(second) / s.bias_correction2_sqrt + s.eps
+    return param - change / denominator
