@@ -146,7 +146,7 @@ def test_a_reader_waits_for_the_kernels_of_the_step() -> None:
     with (
         on_a_gpu(),
         patch("torch.cuda.Event", Event),
-        patch("torch.cuda.current_stream", lambda device: ("of", device)),
+        patch.object(remote_states, "current_stream", lambda device: ("of", device)),
     ):
         remote = RemoteStates(domain)
         remote.end_step()
