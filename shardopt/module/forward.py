@@ -391,7 +391,7 @@ class Forward:
             # backward within a backward, and about the thread of another device.
             if other.began > call.ended and other.task == call.task and other.devices == call.devices:
                 other.is_open = False
-                self.post_backward(other)
+                self._end_backward_of(other)  # the turn is held
         self._begin_backward()
         self._open[call] = None
         # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
@@ -406,7 +406,11 @@ class Forward:
     @holding("backward()")
     def post_backward(self, call: ModuleCall) -> None:
         """Ends the use of the units of a call whose backward is complete."""
-        self._open.pop(call, None)
+        self._end_backward_of(call)
+
+    def _end_backward_of(self, call: ModuleCall) -> None:
+        if call in self._open:
+            del self._open[call]
         for unit in call.units:
             if self._using[unit]:  # end_backward() may have come before
                 self._using[unit] -= 1
