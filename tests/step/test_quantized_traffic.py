@@ -88,8 +88,9 @@ def values_of(model: Given, optimizer: Any) -> list[Tensor]:
 
 
 def sums_are_the_oracles() -> None:
+    """On three ranks every two of stage, connection and form meet; on two every three."""
     world = dist.get_world_size()
-    for dtype, form in ((torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.float32, "int4")):
+    for turn, (dtype, form) in enumerate(((torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.float32, "int4"))):
         expected = []
         for each in zip(*(own_gradients(rank, 0, dtype) for rank in range(world)), strict=True):
             total = arrived(each[0], form)
@@ -97,7 +98,9 @@ def sums_are_the_oracles() -> None:
                 total = total + arrived(other, form)
             expected.append(torch.from_numpy(-(total / np.float32(world))).to(dtype))
         for stage in range(4):
-            for name in ("messages", "collectives", "memory"):
+            for number, name in enumerate(("messages", "collectives", "memory")):
+                if world > 2 and (stage + number + turn) % 3:
+                    continue
                 with wire(name) as tuning:
                     model = Given(dtype)
                     opt = ShardedSGD(model, lr=1.0, stage=stage, reduce_dtype=form, tuning=tuning)
