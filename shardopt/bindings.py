@@ -24,6 +24,7 @@ from .domain.formats import check_formats
 from .domain.frozen import frozen_of, warn_of_whole_frozen
 from .domain.hyperparameters import check_numbers, plain_numbers
 from .domain.norm_rules import check_takes_norms
+from .domain.param import Candidate
 from .domain.turn import Turn
 from .domain.unsharded import check_weights
 from .errors import BindingError, DisagreementError, ShardoptError
@@ -40,7 +41,7 @@ from .states.torch_format import read_states_of_params
 
 if TYPE_CHECKING:
     from .config import Options
-    from .domain.param import Candidate, Group
+    from .domain.param import Group
     from .domain.param_state import ParamState
     from .module.round_gradients import Release
     from .module.rounds import Rounds
@@ -202,12 +203,6 @@ class Bindings:
         """Returns each domain that has params, with its groups, in the same order on all ranks of a domain."""
         return self.ensure_domains().groups_by_domain(self.groups, self._make_expert_domain)
 
-    def _handed_over(self) -> list[tuple[Domain, Sequence[Group]]]:
-        """Returns the domains of the module that was handed over, with their groups; without experts, the main one."""
-        if any(group.get("process_group") is not None for group in self.groups):
-            return self.groups_by_domain()
-        return [(self.ensure_domains().main, self.local_groups())]
-
     def ranks(self) -> Ranks:
         """Returns the ranks that make every call together. A new DDP module may change them before the first step."""
         if self._domains is not None:
@@ -295,7 +290,6 @@ class Bindings:
         with self.turn.take_together("bind()"):
             self.bind_module(state_dict, init_fn)
 
-    @torch.no_grad()
     def bind_module(
         self,
         state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -311,17 +305,19 @@ class Bindings:
                 "over, so the params are bound at the first step."
             )
         takeover, init = self.takeover, DeferredInit(state_dict, init_fn)
-        by_domain = self._handed_over()
+        by_domain = self.groups_by_domain()  # without experts, the main one
         if not self._has_warned:
             self._has_warned = True
             for domain, _ in by_domain:
                 warn_of_whole_frozen(domain, takeover.module)
-        candidates = [each for domain, groups in by_domain for each in domain.unbound(groups)]
-        is_bound = all(domain.entries or not frozen_of(domain, takeover.module) for domain, _ in by_domain)
-        if not candidates and not takeover.values.fresh and is_bound:
+        candidates, is_bound = list[Candidate](), not takeover.values.fresh
+        for domain, groups in by_domain:
+            candidates += domain.unbound(groups)
+            is_bound = is_bound and bool(domain.entries or not frozen_of(domain, takeover.module))
+        if not candidates and is_bound:
             check_unused(init)
             return
-        with self.takeover.closure.raising_together():
+        with torch.no_grad(), self.takeover.closure.raising_together():
             self._bind_together(self.takeover, by_domain, candidates, init)
 
     def _bind_together(

@@ -14,7 +14,6 @@ of P params has at most P + ranks - 1 pieces, and one word more for each empty p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,6 +84,7 @@ class Report:
         head, body = layout.ranks + _MARKS, layout.num_params * _WORDS
         words = np.zeros(head + body + layout.num_pieces, dtype=np.int64)
         self._layout, self.vector = layout, torch.from_numpy(words)
+        self._told: list[int] | None = None
         self._head, self._pieces = words[:head], words[head + body :]
         self._params = words[head : head + body].reshape(layout.num_params, _WORDS)
         self.limbs, self.nonfinite = self._params[:, :LIMBS], self._params[:, _NONFINITE]
@@ -135,11 +135,12 @@ class Report:
 
     # -- all ranks read ------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def told(self) -> list[int]:
         """The ranks that failed, or told a weight: none, in most rounds."""
-        ranks: list[int] = self._head[: self._layout.ranks].nonzero()[0].tolist()
-        return ranks
+        if self._told is None:
+            self._told = self._head[: self._layout.ranks].nonzero()[0].tolist()
+        return self._told
 
     @property
     def failed(self) -> list[int]:

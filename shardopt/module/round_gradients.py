@@ -86,6 +86,7 @@ class RoundGradients:
     """Delivers the gradients of one round after the other, and shows the sums.
 
     Attributes:
+        reducer: of the domain, once that is bound.
         entries: all bound params, in the order of binding.
         layout: where the numbers of each param and piece lie in the report that ends a round.
         weights: of all domains' gradients.
@@ -93,6 +94,8 @@ class RoundGradients:
         stage: the pipeline stage whose backward runs; None: of all.
         has_stages: each backward runs through one of several pipeline stages on this rank.
     """
+
+    reducer: Reducer
 
     def __init__(self, domain: Domain, weights: GradientWeights, release: Release | None = None):
         self.domain, self.weights, self.release = domain, weights, release
@@ -107,13 +110,6 @@ class RoundGradients:
         self.stage: int | None = None
         self.has_stages = False
         self._late_buckets: frozenset[int] = frozenset()  # the buckets that got late gradients in this round
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer of the domain, which is bound."""
-        links = self.domain.links
-        assert links is not None and links.reducer is not None
-        return links.reducer
 
     @property
     def held(self) -> list[int]:
@@ -134,6 +130,8 @@ class RoundGradients:
 
     def attach(self, entries: Sequence[ParamRecord], taker: Taker, syncing: Syncing) -> None:
         """Takes the gradients of params that were just bound, which the hooks give to ``taker``."""
+        assert self.domain.reducer is not None
+        self.reducer = self.domain.reducer
         if self.release is None:
             _make_slices(self.domain, entries, syncing)
         by_shard: dict[Shard, list[int]] = {}
@@ -170,7 +168,7 @@ class RoundGradients:
     def begin(self, divisor: int, stage: int | None) -> None:
         """Begins a round, see :meth:`Rounds._begin`."""
         self._divisor, self.stage = divisor, stage
-        if self.weights.is_on:
+        if self.weights.in_use and self.weights.is_on:
             # Sums stay sums while tokens are added, and are measured as sums: the total is known behind the report.
             divisor, self._divisor = self.weights.divisor, 1
         if self.domain.early is not None:
@@ -257,7 +255,7 @@ class RoundGradients:
     def reduce(self, problem: Exception | None = None, is_spoilt: bool = False) -> Report:
         """Collective: reduces what remains, late gradients too. All else is as with ``report``."""
         report = self.report(problem, is_spoilt)
-        if report.late.any():
+        if True in report.late:
             numbers = {self.entries[number].shard.number for number in report.late.nonzero()[0].tolist()}
             if not all(self.reducer.reduces(number, self.stage) for number in numbers):
                 # A graph ran through several stages, as all ranks know now: from here on each round reduces all
@@ -324,7 +322,7 @@ class RoundGradients:
         report.fill_flags(*self._flags)
         if is_spoilt:
             report.mark_spoilt()
-        if self.weights.is_on:
+        if self.weights.in_use and self.weights.is_on:
             report.tell_weight(mesh.world.rank, self.weights.word)
         # Where the ranks' messages travel from device to device, the totals do not come to the host before.
         stays = device.type != "cpu" and mesh.world.size > 1 and mesh.world.carries(device)
@@ -347,7 +345,7 @@ class RoundGradients:
             raise problem
         if report.failed:
             raise _left(report)
-        if report.held_apart.any():
+        if True in report.held_apart:
             name = self.entries[int(report.held_apart.argmax())].name
             raise DisagreementError(
                 f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
@@ -371,7 +369,7 @@ class RoundGradients:
     def _show_gradients(self, report: Report) -> None:
         two, largest, counts = norms_of_limbs(report.limbs), report.largest, report.nonfinite
         divisor, reducer = self._divisor, self.reducer
-        if self.weights.is_on:  # what was measured are sums
+        if self.weights.in_use and self.weights.is_on:  # what was measured are sums
             divisor = self.weights.divisor
             two, largest = two / divisor, largest / divisor
         shown = (report.present | report.held).nonzero()[0]

@@ -170,7 +170,8 @@ class Rounds:
     @property
     def is_open(self) -> bool:
         """True if a round is open."""
-        return self.turn.is_round_open
+        reducer = self.turn.reducer
+        return reducer is not None and reducer.is_open
 
     @property
     def bound(self) -> list[RoundGradients]:
@@ -406,7 +407,9 @@ class Rounds:
             try:
                 report = each.reduce()
                 is_spoilt = is_spoilt or bool(report.nonfinite.any())
-                if self.weights.is_on:  # the report of the main domain tells the tokens of all ranks
+                if (
+                    self.weights.in_use and self.weights.is_on
+                ):  # the report of the main domain tells the tokens of all ranks
                     reported.append((each, report))
                 else:
                     each.show(report)

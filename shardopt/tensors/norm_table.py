@@ -102,7 +102,9 @@ class NormTable:
 
     def fill(self, rows: Sequence[int], two: Array, largest: Array, nonfinite: Array) -> None:
         """Sets the norms of new gradients; ``largest`` is rounded as the slices are."""
-        self.two[rows], self.largest[rows], self.nonfinite[rows] = two, self._rounded(largest), nonfinite
+        is_rounded = self._rounded is _to_fp32 and largest.dtype == np.float32  # nearly always
+        self.two[rows], self.nonfinite[rows] = two, nonfinite
+        self.largest[rows] = largest if is_rounded else self._rounded(largest)
         self.known[rows] = True
 
     def multiply(self, rows: Sequence[int], factor: float) -> None:
