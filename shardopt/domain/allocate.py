@@ -95,7 +95,9 @@ def allocate(
         bucket, domain.mesh.shard.rank, planned.states, store, planned.formats, is_offloaded, exact, planned.keeps_exact
     )
     shard.stays, shard.takes_sources = stays, not domain.options.release_gradients
-    code = None if domain.shards_params and not planned.shards_params else _param_code(domain, shard)
+    shows, code = not planned.shards_params, None
+    if planned.shards_params or not domain.shards_params:
+        code = _param_code(domain, shard, shows)
     undo.callback(shard.home.release)
     entries = []
     for index, (name, param, group) in enumerate(planned.members):
@@ -189,14 +191,14 @@ def _sums(
     return GradientBucket(planned.layout, reduced, shard.device, mesh, sink, make_code)
 
 
-def _param_code(domain: Domain, shard: Shard) -> ParamCode | None:
+def _param_code(domain: Domain, shard: Shard, shows: bool = False) -> ParamCode | None:
     asked, ranks = domain.options.gather_dtype, domain.mesh.shard
     if asked is None or ranks.size == 1 or shard.bucket.dtype not in GRADIENT_DTYPES:
         return None
     from .param_code import ParamCode
 
     bucket = shard.bucket
-    return ParamCode(bucket.layout, ranks.rank, bucket.dtype, TRAFFIC_FORMATS[asked], bucket.device)
+    return ParamCode(bucket.layout, ranks.rank, bucket.dtype, TRAFFIC_FORMATS[asked], bucket.device, shows)
 
 
 def _gradient_code(

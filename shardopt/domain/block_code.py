@@ -4,6 +4,7 @@ Encoding and decoding are passes of no rule, for which the kernels of a step are
 native code and from Triton, and those of states in 8 bits (``kernels/formats.py``)::
 
     encode    sent = value                        sent: codes, and an fp32 scale a block
+    show      param = sent                        as it is encoded
     decode    param = sent
     sum       param = sent + other                of two messages, as they are decoded
               param = param + sent                of each further one
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ..kernels.formats import BF16, FP32, format_of
@@ -38,11 +40,12 @@ _KEPT = ("sent", "residual")
 
 
 def _pass(name: str, states: tuple[str, ...], source: str, written: tuple[str, ...], writes_param: bool) -> Pass:
-    rounded = ("sent",) if "residual" in written else ()
+    rounded = ("sent",) if written and source.count("state_sent") > 1 else ()
     return Pass(name, states, (), source, written, rounded, (), (), writes_param, ())
 
 
 _ENCODE = _pass("encode", _SENT, "state_sent = grad", _SENT, writes_param=False)
+_ENCODE_AND_SHOW = _pass("encode_and_show", _SENT, "state_sent = grad\nparam = state_sent", _SENT, writes_param=True)
 # 1e38 is an fp32 number that bf16 has room for; a NaN is not below it.
 _ENCODE_AND_KEEP = _pass(
     "encode_and_keep",
@@ -74,6 +77,7 @@ class BlockCode:
         device: torch.device,
         keeps_rest: bool = False,
         sums: bool = False,
+        shows: bool = False,
     ):
         """Compiles the kernels.
 
@@ -82,12 +86,14 @@ class BlockCode:
             from_dtype, to_dtype: of what is encoded, and of what is decoded.
             keeps_rest: True to add a residual before, and to keep what quantizing takes.
             sums: True if several messages are decoded at a time.
+            shows: True if what is encoded is decoded too, at once, by who encodes it.
         """
         source, target = (format_of(each, "what travels") for each in (from_dtype, to_dtype))
-        part, formats = (_ENCODE_AND_KEEP, (format, BF16)) if keeps_rest else (_ENCODE, (format,))
+        plain = _ENCODE_AND_SHOW if shows else _ENCODE
+        part, formats = (_ENCODE_AND_KEEP, (format, BF16)) if keeps_rest else (plain, (format,))
         self._encode = Spec((part,), source, source, None, formats)
         self._decode = Spec(_SUM if sums else (_DECODE,), target, FP32, None, (format,) * (1 + sums))
-        self._numel, self._bits, self._device = numel, format.bits, device
+        self._numel, self._bits, self._device, self._format, self._target = numel, format.bits, device, format, target
         self._one_row = torch.zeros(numel // BLOCK, dtype=torch.int32, device=device)  # of each block
         self._backend = backend_of(device)
         for spec in (self._encode, self._decode):
@@ -102,7 +108,11 @@ class BlockCode:
         return numel * self._bits // 8
 
     def encode(
-        self, values: torch.Tensor, where: Gradients | None, residual: torch.Tensor | None = None
+        self,
+        values: torch.Tensor,
+        where: Gradients | None,
+        residual: torch.Tensor | None = None,
+        shown: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the message of a slice.
 
@@ -110,6 +120,7 @@ class BlockCode:
             values: 1D [numel].
             where: says which elements of them are encoded, with a row for each param; None: none.
             residual: 1D [numel] bf16, if what quantizing takes is kept.
+            shown: 1D [numel], gets what the message holds, if this is a code that ``shows``.
         """
         # Kernels write neither padding nor what is not encoded, which decodes to zeros.
         message = torch.zeros(self.message_bytes, dtype=torch.uint8, device=self._device)
@@ -117,7 +128,7 @@ class BlockCode:
             codes = message[: self._code_bytes(self._numel)]
             kept = () if residual is None else (residual,)
             scales = (self._scales(message, 0, self._numel), *(None for _ in kept))
-            streams = Streams(values, None, (codes, *kept), scales)
+            streams = Streams(values if shown is None else shown, None, (codes, *kept), scales)
             self._backend.run(self._encode, 0, streams, Tables(where, _NO_SCALARS))
         return message
 
@@ -130,7 +141,7 @@ class BlockCode:
         numel = target.numel()
         if numel == 0:
             return
-        rows = torch.tensor([[target.data_ptr(), numel]], dtype=torch.int64)
+        rows = torch.from_numpy(np.array([[target.data_ptr(), numel]]))  # a fifth of the time of torch.tensor()
         gradients = Gradients(self._one_row[: numel // BLOCK], rows, target.data_ptr() % 16 == 0)
         tables, count = Tables(gradients, _NO_SCALARS), len(self._decode.states)
         codes = [each[self._code_bytes(first) : self._code_bytes(first + numel)] for each in messages]
@@ -140,6 +151,18 @@ class BlockCode:
             of = [at, min(at + 1, len(messages) - 1)][:count]
             streams = Streams(target, None, tuple(codes[each] for each in of), tuple(scales[each] for each in of))
             self._backend.run(self._decode, 2 if number else min(len(messages), 2) - 1, streams, tables)
+
+    def is_shown(self, shown: torch.Tensor, message: torch.Tensor, first: int) -> bool:
+        """Returns whether ``shown``, in host memory, is to the bit what a message holds from element ``first`` on.
+
+        Args:
+            shown: 1D, whole blocks.
+        """
+        from ..kernels.native_backend import is_decoded
+
+        stop = first + shown.numel()
+        codes = message[self._code_bytes(first) : self._code_bytes(stop)]
+        return is_decoded(shown, codes, self._scales(message, first, stop), self._target, self._format)
 
     def _scales(self, message: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Returns the scales of elements [start, stop) of a slice, whole blocks."""

@@ -15,12 +15,18 @@ import torch
 
 from .formats import format_of
 from .native_step import SUMS, compile_step
-from .native_sums import compile_add_blocks, compile_block_sums, compile_count_nonfinite, compile_margin_sums
+from .native_sums import (
+    compile_add_blocks,
+    compile_block_sums,
+    compile_count_nonfinite,
+    compile_is_decoded,
+    compile_margin_sums,
+)
 from .pool import run_each, run_over_blocks
 from .reductions import BlockSums
 
 if TYPE_CHECKING:
-    from .formats import Format
+    from .formats import BlockFormat, Format
     from .products import MarginPiece
     from .spec import Spec
     from .tables import Factors, Gradients, Streams, Tables
@@ -130,3 +136,14 @@ def count_nonfinite(grad: Format, gradients: Gradients, count: torch.Tensor) -> 
     pointers = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr(), counts.ctypes.data)
     run_over_blocks(lambda first, last: kernel(first, last, *pointers), gradients.num_blocks)
     count.numpy()[0] += counts.sum()
+
+
+def is_decoded(
+    shown: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kept: Format, format: BlockFormat
+) -> bool:
+    """Returns whether ``shown``, 1D whole blocks of format ``kept``, is to the bit what these codes decode to."""
+    kernel, num_blocks = compile_is_decoded(kept, format), scales.numel()
+    apart = np.zeros(num_blocks, np.int32)
+    pointers = (shown.data_ptr(), codes.data_ptr(), scales.data_ptr(), apart.ctypes.data)
+    run_over_blocks(lambda first, last: kernel(first, last, *pointers), num_blocks)
+    return not apart.any()

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any
 from numba import njit, types
 
 from ..compilers.native import COMPILE_OPTIONS
+from .formats import FP32
+from .native_formats import decode_signed, decode_unsigned
 from .native_words import (
     FORMATS,
     TABLE,
     both,
+    differ,
+    either,
     from_bits,
     larger,
     load_f32,
     load_i32,
     load_i64,
+    load_u8,
     scratch_i32,
     store_f32,
     store_i32,
@@ -28,7 +33,7 @@ from .reductions import COLUMNS, LARGEST, LIMB_BITS, NONFINITE
 from .tables import BLOCK
 
 if TYPE_CHECKING:
-    from .formats import Format
+    from .formats import BlockFormat, Format
 
 
 def block_sums(grad: Format) -> Callable[..., Any]:
@@ -140,3 +145,24 @@ def count_nonfinite(grad: Format) -> Callable[..., Any]:
             block = following
 
     return count_nonfinite
+
+
+def is_decoded(kept: Format, format: BlockFormat) -> Callable[..., Any]:
+    """Returns ``(first, last, shown, codes, scales, apart)``: stores, at the first block, bits other than 0 if any
+    element of these blocks is not what its code stands for, to the bit."""
+    load, _, _, narrow = FORMATS[kept.name]
+    decode = decode_signed if format.has_sign else decode_unsigned
+    shift, offset_bits, offset, bits = format.shift, format.offset_bits, format.offset, format.bits
+    assert bits == 8
+    i32 = types.int32
+    bits_of = to_bits if kept is FP32 else i32
+    def is_decoded(first, last, shown, codes, scales, apart):
+        found = i32(0)
+        for block in range(first, last):
+            scale = load_f32(scales, block, TABLE)
+            for i in range(block * BLOCK, block * BLOCK + BLOCK):
+                value = decode(load_u8(codes, i, 1), scale, shift, offset_bits, offset, bits)
+                found = either(found, differ(bits_of(load(shown, i, 0)), bits_of(narrow(value))))
+        store_i32(apart, first, found, TABLE)
+
+    return is_decoded

@@ -254,12 +254,16 @@ def _body(known: Sequence[State], stored: Sequence[State], rule: list[str], divi
     for each in known:
         if not (each.is_rounded or each.is_written):
             continue
+        at = _last_assignment(body, each.value)
         lines = list(each.reread)
+        source = body[at].partition(" = ")[2]
+        if each.reread and source.isidentifier():
+            # What it was assigned from is on the stack too: this loop need not make it again.
+            lines.append(f"{source} = {each.value}")
         if each in stored:
             lines.append(f"kept_{each.name} = {each.narrow}")
         if each.is_rounded:
             lines.append(f"{each.value} = {each.widen}")
-        at = _last_assignment(body, each.value)
         body[at + 1 : at + 1] = lines
     if divisor is not None:
         at = _last_assignment(body, divisor)

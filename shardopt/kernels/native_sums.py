@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..compilers.native import native_kernel
 
 if TYPE_CHECKING:
-    from .formats import Format
+    from .formats import BlockFormat, Format
 
 
 @functools.cache
@@ -50,3 +50,13 @@ def compile_margin_sums(grad: Format) -> Callable[..., None]:
         return margin_sums(grad)
 
     return native_kernel(f"margin_sums of {grad.name}", "qqqqff", function)
+
+
+@functools.cache
+def compile_is_decoded(kept: Format, format: BlockFormat) -> Callable[..., None]:
+    def function() -> Callable[..., Any]:
+        from .native_reductions import is_decoded
+
+        return is_decoded(kept, format)
+
+    return native_kernel(f"is_decoded of {kept.name} and {format.name}", "qqqqqq", function)

@@ -39,9 +39,18 @@ def code_of(form: str, dtype: torch.dtype, to: torch.dtype, backend: Any, **opti
     return code
 
 
-def encoded(form: str, dtype: torch.dtype, backend: Any, rest: torch.Tensor | None = None) -> torch.Tensor:
-    values, code = gradients(dtype), code_of(form, dtype, torch.float32, backend, keeps_rest=rest is not None)
-    return code.encode(values, ShardTables(LAYOUT.pieces(0), LAYOUT.numel, CPU).gradients_in(values), rest)
+def encoded(
+    form: str,
+    dtype: torch.dtype,
+    backend: Any,
+    rest: torch.Tensor | None = None,
+    shown: torch.Tensor | None = None,
+) -> torch.Tensor:
+    options = {"keeps_rest": rest is not None, "shows": shown is not None}
+    values, code = gradients(dtype), code_of(form, dtype, torch.float32, backend, **options)
+    if isinstance(backend, OnPtx):
+        backend.driver.memory.allow(values)
+    return code.encode(values, ShardTables(LAYOUT.pieces(0), LAYOUT.numel, CPU).gradients_in(values), rest, shown)
 
 
 def found_by(backend: Any, form: str, dtype: torch.dtype) -> list[bytes]:
@@ -59,6 +68,10 @@ def found_by(backend: Any, form: str, dtype: torch.dtype) -> list[bytes]:
         found += [] if rest is None else [raw(rest[WITHIN])]
         scales = message[LAYOUT.numel * TRAFFIC_FORMATS[form].bits // 8 :]
         found.append(raw(scales))  # and what fills up the message
+        if rest is None:  # who encodes it sees what the others decode
+            again = encoded(form, dtype, backend, shown=(shown := torch.zeros_like(arrived)))
+            assert raw(shown[WITHIN]) == raw(arrived[WITHIN])
+            assert raw(again[-scales.numel() :]) == raw(scales)
     return found
 
 
@@ -73,11 +86,11 @@ class OnPtx:
     """The backend of a GPU, whose kernels are executed as compiled and touch nothing but their streams."""
 
     def __init__(self, driver: Driver):
-        self._driver = driver
+        self.driver = driver
 
     def run(self, spec: Any, number: int, streams: Any, tables: Any) -> None:
         there = [streams.param, *streams.states, *streams.scales]
-        self._driver.memory.allow(*(each for each in there if each is not None))
+        self.driver.memory.allow(*(each for each in there if each is not None))
         triton_backend.run(spec, number, streams, tables)
 
 
@@ -89,6 +102,25 @@ def in_messages() -> None:
 
 def test_as_compiled(compiling: Compiling) -> None:
     compiling(in_messages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_bit_of_one_element_shows_that_a_param_was_written(dtype: torch.dtype) -> None:
+    """Wherever it is, and where all values of a block are NaN; a zero may become -0."""
+    values = gradients(dtype).repeat(20)
+    layout = BucketLayout((values.numel(),), 1)
+    code = BlockCode(layout.numel, dtype, dtype, TRAFFIC_FORMATS["int8"], CPU)
+    message = code.encode(values, ShardTables(layout.pieces(0), layout.numel, CPU).gradients_in(values))
+    code.decode_into(shown := torch.empty_like(values), (message,), 0)
+    assert code.is_shown(shown, message, 0) and code.is_shown(shown[2 * BLOCK :], message, 2 * BLOCK)
+    bits = shown.view(torch.int16 if dtype is torch.bfloat16 else torch.int32)
+    for at in (0, 1, BLOCK - 1, LAYOUT.offsets[2] + 3, layout.numel // 2, layout.numel - 1):
+        for bit in (0, 8 * dtype.itemsize - 1):
+            changed = torch.ones_like(bits[at]) << bit
+            bits[at] ^= changed
+            assert not code.is_shown(shown, message, 0)
+            assert code.is_shown(shown[BLOCK:], message, BLOCK) is (at < BLOCK)
+            bits[at] ^= changed
 
 
 def test_two_codes_of_4_bits_share_a_byte() -> None:

@@ -37,10 +37,10 @@ class ShardCode(Protocol):
         """The bytes that travel for one shard."""
 
     def encode(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns the message of this rank's shard: 1D uint8."""
+        """Returns the message of this rank's shard: 1D uint8. Params that lie apart are shown as it has them."""
 
     def decode(self, flat: torch.Tensor, messages: torch.Tensor) -> None:
-        """Fills all shards with what their messages hold, this rank's own too: all ranks then have the same values."""
+        """Fills all shards with what their messages hold; all ranks then have the same values, of their own too."""
 
 
 class Members(Protocol):

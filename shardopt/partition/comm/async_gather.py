@@ -52,7 +52,7 @@ class AsyncGather:
         # Code that no guard sees would train on the old values without notice. NaN is noticed. Test:
         # test_what_has_not_arrived_is_nan_and_never_older in tests/module/test_arriving.py.
         for rank in range(self._ranks.size):
-            if rank != self._ranks.rank or window.code is not None:
+            if rank != self._ranks.rank:
                 window.shard(rank).fill_(math.nan)
         if window.code is not None:
             self._coded.add(window.number)
