@@ -156,6 +156,7 @@ def is_decoded(kept: Format, format: BlockFormat) -> Callable[..., Any]:
     assert bits == 8
     i32 = types.int32
     bits_of = to_bits if kept is FP32 else i32
+
     def is_decoded(first, last, shown, codes, scales, apart):
         found = i32(0)
         for block in range(first, last):
