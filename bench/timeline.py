@@ -22,7 +22,6 @@ predicts each result from the record of its own commit, and from the times of ``
 
 import argparse
 import json
-import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -41,7 +40,7 @@ from torch.nn import Parameter
 
 from shardopt import Offload, ShardedAdamW, Tuning
 from tests.support.streams import Machine
-from tests.support.streams.record import ENGINES
+from tests.support.streams.record import ENGINES, Cost, Work
 from tests.support.timeline.hardware import MACHINES, Hardware
 from tests.support.timeline.schedule import Schedule
 from tests.support.timeline.trainings import Calls, Round, drawn, record, timed
@@ -284,13 +283,24 @@ def beside_results(prediction_of: Callable[[str, str], dict[str, Any]]) -> list[
     return rows
 
 
+def read_records(path: Path) -> dict[str, Round]:
+    """Returns what ``--record`` wrote, by training."""
+
+    def work(what: str, where: str | None, cost: dict[str, Any], after: list[int], pinned: int) -> Work:
+        return Work(what, where, Cost(**cost), tuple(after), pinned)
+
+    return {
+        name: Round(tuple(found["names"]), [work(**each) for each in found["works"]], tuple(found["ends"]))
+        for name, found in json.loads(path.read_text()).items()
+    }
+
+
 def held_out(directory: Path) -> dict[str, Any]:
     """Predicts each result of the H100 from the record of the commit that it ran, and from that commit's host times."""
 
     @cache
     def records_of(commit: str) -> dict[str, Round]:
-        found: dict[str, Round] = pickle.loads((directory / f"{commit}.pickle").read_bytes())
-        return found
+        return read_records(directory / f"{commit}.json")
 
     _, commit = measured(*FITTED)
     hardware = fitted(MACHINES["h100-pcie5"], records_of(commit)["stage-2"], commit)
@@ -350,7 +360,7 @@ def main() -> None:
         return
     records = {name: recorded(name) for name in args.training}
     if args.record:
-        args.record.write_bytes(pickle.dumps(records))
+        args.record.write_text(json.dumps({name: asdict(found) for name, found in records.items()}))
         return
     for name in MACHINES if args.machine == "all" else [args.machine]:
         args.machine = name
@@ -426,7 +436,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--training", nargs="+", choices=[*TRAININGS], default=[*TRAININGS], metavar="TRAINING")
     parser.add_argument("--trace", type=Path, help="a Chrome trace of the first training")
     parser.add_argument("--record", type=Path, metavar="FILE", help="only write what is recorded of the trainings")
-    parser.add_argument("--held-out", type=Path, metavar="DIRECTORY", help="only compare: of records COMMIT.pickle")
+    parser.add_argument("--held-out", type=Path, metavar="DIRECTORY", help="only compare: of records COMMIT.json")
     parser.add_argument("--svg", type=Path, help="a picture of the first training")
     return parser.parse_args()
 
