@@ -203,7 +203,7 @@ class Engine(Bindings):
 
     def _step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         self.check_open()
-        loss, scaled, settled, problem, takeover = None, (1.0, False), None, None, self.takeover
+        loss, scaled, settled, relay, takeover = None, (1.0, False), None, Relay(), self.takeover
         try:
             if self.stream is not None:
                 self._interrupt_stream()
@@ -220,10 +220,10 @@ class Engine(Bindings):
         except RaiseNow as error:
             settled = error.error
         except Exception as error:  # run_step raises it on every rank, so that no rank waits for this one
-            problem = error
+            relay.note(error)
         if settled is not None:
             raise settled
-        call = Call(self.defaults, closure is not None, problem, *scaled)
+        call = Call(self.defaults, closure is not None, relay.problem, *scaled)
         try:
             self._announce("step", call)
             self._take(call)
@@ -402,10 +402,6 @@ class Engine(Bindings):
             to.states.own = copied(self.states.own)
             to.states.notes = {copied(param): copied(notes) for param, notes in self.states.notes.items()}
             to.is_closed, to.grad_norm, to.updates = self.is_closed, self.grad_norm, self.updates
-
-    # -- where states are kept -------------------------------------------------------------------------------------
-
-    # -- surgery ---------------------------------------------------------------------------------------------------
 
     # -- reports and the end ---------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ _PLAIN = (float, bool, int, str, type(None))
 
 
 def _plain(value: Any) -> Any:
-    if type(value) is tuple or isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         items: list[Any] = []
         for item in value:
             items += (item if type(item) in _PLAIN else _plain(item),)

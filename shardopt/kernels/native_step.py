@@ -84,7 +84,8 @@ if TYPE_CHECKING:
 # Of each measured value, for each block: see ``BlockSums``.
 SUMS = ("mantissa", "exponent", "largest", "nonfinite")
 _NOISE = ("key", "other_key", "first_element", "phase")
-# Streams on the stack; states and their codes have those up to 29, but for the divisor's.
+# Streams on the stack; states and their codes have those up to 29. One that shares the divisor's is only taken for an
+# alias of it.
 _MEASURED, _DIVISOR = 30, 28
 
 
@@ -173,7 +174,10 @@ def _loops(spec: Spec, number: int, states: Sequence[State]) -> list[str]:
     for loop in range(1, last + 1):
         found = [each for each in states if each.is_block and each.depth == loop]  # in this loop
         known = [each for each in states if not (each.is_block and each.depth >= loop)]
-        divisor = _divisor(rule, known) if loop == last and not part.products else None
+        # Measured values may need old values of states, which the first of two loops has overwritten.
+        # Test: the row "norm of a change" of tests/kernels/test_passes.py.
+        has_own_loop = loop == last and not part.products and not part.measured
+        divisor = _divisor(rule, known) if has_own_loop else None
         stored = known
         if divisor is not None:
             stored, early = known[:1], known[1:]

@@ -274,9 +274,8 @@ class Forward:
             ReleasedError: other ranks have slices of the param, and may write something else.
         """
         sharded = self._sharded_with(param)
-        if (
-            sharded is None or sharded.gatherer.here.unsharded_contexts
-        ):  # unsharded() writes all params back when it ends
+        # unsharded() writes all params back when it ends.
+        if sharded is None or sharded.gatherer.here.unsharded_contexts:
             return
         if self._gatherer.is_alone:
             raise refused_alone(sharded.name_of(param))

@@ -162,6 +162,7 @@ class RoundGradients:
                 entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
         self.entries, self._totals, self._staged, self._buckets = [], GradientTotals(), {}, {}
+        vars(self).pop("reducer", None)  # and its buffers, however long the closed optimizer is kept
 
     # -- to the reducer --------------------------------------------------------------------------------------------
 

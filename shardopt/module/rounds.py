@@ -407,9 +407,8 @@ class Rounds:
             try:
                 report = each.reduce()
                 is_spoilt = is_spoilt or bool(report.nonfinite.any())
-                if (
-                    self.weights.in_use and self.weights.is_on
-                ):  # the report of the main domain tells the tokens of all ranks
+                # The report of the main domain tells the tokens of all ranks.
+                if self.weights.in_use and self.weights.is_on:
                     reported.append((each, report))
                 else:
                     each.show(report)

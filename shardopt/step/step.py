@@ -137,7 +137,7 @@ def _survey_and_agree(
 ) -> tuple[list[StepPlan], Consensus]:
     """Collective: the ranks of each domain agree by themselves, then those of the whole model."""
     if not whole:
-        ((domain, groups),) = by_domain
+        domain, groups = by_domain[0]  # the main one; if there are more, this rank has a problem to tell
         plan, consensus = _survey_and_agree_in(domain, groups, call, bind, planners)
         return [plan], consensus
     relay, overflow, plans = Relay(call.problem), False, list[StepPlan]()

@@ -69,9 +69,9 @@ class ChunkUpdate(NamedTuple):
     chunk: Chunk
     launches: Sequence[Launch]
     # Of each launch, for the elements of this chunk alone: the table of gradients that are read where they are, or the
-    # runs that the store copies.
-    gradients: Sequence[Gradients | Sequence[GradientRun]]
-    copies: bool = False  # True if there are runs
+    # runs that the store copies. None: the table is made when the chunk is here, as it would delay the first copies.
+    gradients: Sequence[Gradients | Sequence[GradientRun] | None]
+    has_tables: bool = True  # of all launches
     target: torch.Tensor | None = None  # 1D, as long as the chunk: written in place of params and masters
 
     @staticmethod
@@ -81,13 +81,19 @@ class ChunkUpdate(NamedTuple):
 
     def tables(self, fetched: Fetched) -> Sequence[Gradients]:
         """Makes the table of gradients of each launch."""
-        if not self.copies:
+        if self.has_tables:
             return self.gradients  # type: ignore[return-value]
         copies, chunk = iter(fetched.gradients), self.chunk
         return [
             each
             if isinstance(each, Gradients)
-            else _only(launch, _table(launch.shard, chunk, [(run, next(copies)) for run in each]), chunk)
+            else _only(
+                launch,
+                _part(launch, chunk)
+                if each is None
+                else _table(launch.shard, chunk, [(run, next(copies)) for run in each]),
+                chunk,
+            )
             for launch, each in zip(self.launches, self.gradients, strict=True)
         ]
 
@@ -117,19 +123,18 @@ def chunks_of(
 
 
 def _chunk_update(shard: Shard, chunk: Chunk, launches: list[Launch]) -> ChunkUpdate:
-    updates_on_host = chunk.home.updates_on_host
-    gradients = [
-        _only(launch, _part(launch, chunk), chunk)
-        if launch.is_on_host == updates_on_host
-        else _runs(launch, chunk.start, chunk.stop)
-        for launch in launches
-    ]
-    runs = [each for each in gradients if not isinstance(each, Gradients)]
+    updates_on_host, gradients = chunk.home.updates_on_host, list[Gradients | Sequence[GradientRun] | None]()
+    for launch in launches:
+        if launch.is_on_host != updates_on_host:
+            gradients.append(_runs(launch, chunk.start, chunk.stop))
+        else:
+            gradients.append(None if shard.store.moves else _only(launch, _part(launch, chunk), chunk))
+    runs = [each for each in gradients if each is not None and not isinstance(each, Gradients)]
     moved = tuple([run.values for each in runs for run in each])
     writes_params = updates_on_host and any(launch.part.writes_param for launch in launches)
     written = _written(shard, chunk, launches) if writes_params else ()
     chunk = replace(chunk, gradients=moved, written=written, unwritten=_unwritten(chunk, launches))
-    return ChunkUpdate(chunk, launches, gradients, bool(runs))
+    return ChunkUpdate(chunk, launches, gradients, not shard.store.moves and not runs)
 
 
 def _part(launch: Launch, chunk: Chunk) -> Gradients:

@@ -112,8 +112,9 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
         found_inf.fill_(1.0)
     if plain:
         function(plain, found_inf, inverse)
+    factor = inverse.item()  # once: on a GPU it waits for the device
     for each in results:
-        each.mul_(inverse.item())
+        each.mul_(factor)
 
 
 def expression(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -139,7 +139,8 @@ def assumed_orders(units: Iterable[tuple[str, bool]]) -> tuple[list[str], list[s
         units: by the names of modules in the order of the model, True for those that modules use early and late.
     """
     named, forward, around = dict(units), list[str](), list[str]()
-    holders = {name for name in named if any(_is_within(other, name) for other in named)}
+    parts = [name.split(".") for name in named if name]
+    holders = {".".join(each[:length]) for each in parts for length in range(len(each))}  # "", the model, among them
     for name in named:
         while around and not _is_within(name, around[-1]):
             forward.append(around.pop())

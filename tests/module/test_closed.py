@@ -1,6 +1,7 @@
 """Optimizers that were closed leave nothing behind in the module that they had."""
 
 import gc
+import weakref
 from typing import Any
 
 import torch
@@ -76,6 +77,23 @@ def brings_no_reducer_back() -> None:
     assert torch.equal(*means)  # DDP reduces
 
 
+def keeps_no_sums() -> None:
+    """Closed, and alive: what gradients were reduced in is freed, up to stage 2 their sums too."""
+    for stage in (1, 2, 3):
+        model = nn.Sequential(nn.Linear(W, W), nn.Linear(W, W))
+        optimizer = ShardedSGD(model, **RATES, stage=stage, tuning=small())
+        train_step(model, optimizer, 0)
+        domain = optimizer.engine.domain
+        assert domain is not None
+        sums = [shard.gradient_sum for shard in domain.shards] if stage < 3 else []
+        kept = [weakref.ref(each) for each in (domain.reducer, *sums)]
+        del domain, sums
+        optimizer.close()
+        gc.collect()
+        assert not any(each() for each in kept), stage
+
+
 def test_closed(ranks: Pool) -> None:
+    ranks.run(keeps_no_sums, world=2)
     ranks.run(covers_no_more, world=2)
     ranks.run(brings_no_reducer_back, world=2)

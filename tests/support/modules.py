@@ -363,9 +363,8 @@ def watched() -> Iterator[list[Unit]]:
         need(gatherer, unit)
         uses = (*gatherer.orders.schedule.forward, *gatherer.orders.schedule.backward)
         held = {name for use in uses if use.unit == unit.name for name in use.held}
-        if (
-            gatherer.passes.now is not None
-        ):  # a unit that another rank needs, or that a guess of the order has too early
+        # A unit that another rank needs, or that a guess of the order has too early.
+        if gatherer.passes.now is not None:
             held.update(gatherer.passes.now.joined)
         busy = sum(each.nbytes for each in units if each.users or each.is_spread or each.name in held)
         found = sum(each.bucket.resident_bytes for unit in units for each in unit.buckets)

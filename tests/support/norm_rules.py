@@ -207,3 +207,13 @@ def chained_states(param: Value, grad: Value, state: Value, s: Value) -> Value:
     state.first = s.beta * state.first + grad
     state.second = s.beta * state.second + state.first
     return param - s.lr * (state.first + state.second) / (max_abs(state.first + state.second) + 1e-6)
+
+
+@rule(states=("square", "before"), scalars=numbers)
+def norm_of_a_change(param: Value, grad: Value, state: Value, s: Value) -> Value:
+    """The norm needs what a state was before this step, and a root that it is divided by."""
+    change = grad - state.before
+    state.square = s.beta * state.square + grad * grad
+    state.before = grad
+    root = sqrt(state.square) + 0.1
+    return param - s.lr * grad / (norm(change / root) + 1e-6)
