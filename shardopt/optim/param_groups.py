@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ..config import Options, check_process_group
-from ..domain.hyperparameters import check_group
 from ..errors import ShardoptError
 from ..rules import Rule
 
@@ -101,8 +100,10 @@ def check_added(
         ValueError: a hyper-parameter is out of its range, or makes a scalar of the update Inf or NaN.
         BindingError: the rule sums over rows and columns, and it is not known which of them a rank has of a DTensor.
     """
+    # Not at the top: test_fresh_process.py limits what an import loads.
+    from ..domain.hyperparameters import check_group
     from ..domain.norm_rules import check_slices
-    from .matrices import check_matrices  # not at the top: test_fresh_process.py limits what an import loads
+    from .matrices import check_matrices
 
     check_group(rule, group, check_arguments)
     check_matrices(rule, group)

@@ -127,7 +127,9 @@ def test_each_allocation_fails_once(way: str, tmp_path: Path) -> None:
     expected, _ = train(way, tmp_path / "one", in_peace)
     found, counts = train(way, tmp_path / "other", each_fails)
     assert found == expected
-    assert counts["backward"] + counts["step"] >= 1 and counts["save"] > 3, counts
+    # With the module the backward makes what a step needs: steps allocate nothing that could fail.
+    least = {"backward": 20, "step": 0} if "module" in WAYS[way] else {"backward": 0, "step": 1}
+    assert all(counts[act] >= number for act, number in least.items()) and counts["save"] > 3, counts
 
 
 @pytest.mark.parametrize("way", BINDINGS)

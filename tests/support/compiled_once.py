@@ -15,18 +15,8 @@ from torch.nn import Parameter
 
 from shardopt import ShardedAdamW
 from shardopt.compilers import cache
-from shardopt.kernels.formats import (
-    BF16,
-    BF16_DITHERED,
-    BF16_RANDOM,
-    FP16,
-    FP32,
-    SIGNED8,
-    SPLIT,
-    SPLIT24,
-    UNSIGNED8,
-    Format,
-)
+from shardopt.kernels import formats
+from shardopt.kernels.formats import Format
 from shardopt.kernels.native_step import compile_step
 from shardopt.kernels.spec import Spec
 from shardopt.rules.adam import adam
@@ -38,10 +28,10 @@ _LONGEST = 60.0  # seconds that a rank waits for another one, which may have bee
 
 # Of a param, its gradient, its master and its states.
 OF_MOST_WORDS: tuple[tuple[Format, Format, Format | None, tuple[Format, ...]], ...] = (
-    (BF16, BF16, FP32, (BF16, BF16_DITHERED)),
-    (BF16, FP32, SPLIT, (SIGNED8, UNSIGNED8)),
-    (BF16, BF16, SPLIT24, (SIGNED8, FP32)),
-    (BF16_RANDOM, FP16, None, ()),
+    (formats.BF16, formats.BF16, formats.FP32, (formats.BF16, formats.BF16_DITHERED)),
+    (formats.BF16, formats.FP32, formats.SPLIT, (formats.SIGNED8, formats.UNSIGNED8)),
+    (formats.BF16, formats.BF16, formats.SPLIT24, (formats.SIGNED8, formats.FP32)),
+    (formats.BF16_RANDOM, formats.FP16, None, ()),
 )
 _find, _keep = cache.find, cache.keep
 _held: list[TextIO] = []  # of the kernel that this process compiles
