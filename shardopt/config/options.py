@@ -340,6 +340,13 @@ class Options:
                 f"give stage=1, 2 or 3, or omit gather_dtype={self.gather_dtype!r}: at stage 0 every rank updates all "
                 "params, so none are gathered and it would have no effect."
             )
+        if self.tuning.overlap_gather and self.stage in (0, 3):
+            why = "are gathered in forward and backward, ahead of their use (Tuning(prefetch=...))"
+            raise ValueError(
+                f"give stage=1 or 2, or omit Tuning(overlap_gather=True): at stage {self.stage} params "
+                f"{why if self.stage else 'are updated by every rank'}, not at the end of a step, so it would have no "
+                "effect."
+            )
         self._check_offload()
         if self.clip_by == "previous" and self.max_grad_norm is None:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -205,11 +205,9 @@ class Shard:
         is_apart = self.bucket.resident_bytes < self.bucket.nbytes  # params without values: the bucket has no memory
         # Copied before the last agreement of the ranks: after it other ranks may read the slice.
         memory = self.param if is_apart or self.is_rounded else self._zeros().copy_(self.param)
-
-        def write(values: torch.Tensor) -> None:
-            memory.copy_(self._exact(memory, values))
-
-        return ParamShard(memory, lambda into: into.copy_(memory), write)
+        # Functions of the slice alone: units outlive the shard in a closed optimizer, and would keep its sums.
+        write = partial(_write_rounded, memory) if self.is_rounded else memory.copy_
+        return ParamShard(memory, partial(torch.Tensor.copy_, other=memory), write)
 
     def keep_exact(self, code: ParamCode) -> ExactSlice:
         """Keeps this rank's slice of the params apart from the bucket, which travels by ``code`` from here on."""
@@ -236,10 +234,6 @@ class Shard:
         """True if the bucket is a rounded copy of what ranks keep."""
         return self.dtype is not self.bucket.dtype
 
-    def _exact(self, kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Returns what to keep of gathered values, 1D: low bits stay where nothing was written."""
-        return codecs.follow(kept, values, ties=False) if self.is_rounded else values
-
     def _read_params(self, into: torch.Tensor) -> None:
         if not self.is_rounded:
             self.home.read_into("param", 0, into)
@@ -252,7 +246,7 @@ class Shard:
         if self.is_rounded:
             for start, stop in self.home.chunks():
                 kept = self.home.read("param", start, stop)
-                found = self._exact(kept, values[start:stop].to(kept.device))
+                found = codecs.follow(kept, values[start:stop].to(kept.device), ties=False)
                 if found is not kept:
                     self.home.write("param", start, found)
             return
@@ -329,7 +323,7 @@ class Shard:
         own = values[first : first + piece.numel]
         if self.is_rounded and own.dtype is self.bucket.dtype:
             kept = self.params(piece.shard_start, piece.shard_end)
-            own = self._exact(kept, own.to(kept.device))
+            own = codecs.follow(kept, own.to(kept.device), ties=False)
         self.write_chunk("param", piece.shard_start, own)
 
     def in_order(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -525,3 +519,8 @@ class Shard:
     def whole(self, name: str) -> torch.Tensor:
         """Returns state ``name`` (or "master") of the whole shard, 1D: a view if it lies in memory in fp32."""
         return self.read_chunk(name, 0, self.numel)
+
+
+def _write_rounded(kept: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes gathered values, 1D, over what they were rounded from: low bits stay where nothing was written."""
+    kept.copy_(codecs.follow(kept, values, ties=False))

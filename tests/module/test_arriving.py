@@ -616,3 +616,9 @@ def after_torch_compile() -> int:
 
 def test_a_step_waits_where_compiled_code_reads_params(ranks: Pool) -> None:
     assert ranks.run(after_torch_compile, world=2) == [0, 0]
+
+
+def test_it_is_refused_where_no_step_gathers_params() -> None:
+    for stage in (0, 3):
+        with pytest.raises(ValueError, match=r"omit Tuning\(overlap_gather=True\): at stage .* no effect"):
+            ShardedSGD(nn.Linear(2, 2), lr=0.1, stage=stage, tuning=Tuning(overlap_gather=True))

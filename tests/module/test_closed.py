@@ -78,19 +78,19 @@ def brings_no_reducer_back() -> None:
 
 
 def keeps_no_sums() -> None:
-    """Closed, and alive: what gradients were reduced in is freed, up to stage 2 their sums too."""
-    for stage in (1, 2, 3):
+    """Closed, and alive: what gradients were reduced in is freed, and their sums."""
+    cases: list[tuple[int, torch.dtype | None]] = [(1, None), (2, None), (3, None), (3, torch.bfloat16)]
+    for stage, dtype in cases:
         model = nn.Sequential(nn.Linear(W, W), nn.Linear(W, W))
-        optimizer = ShardedSGD(model, **RATES, stage=stage, tuning=small())
+        optimizer = ShardedSGD(model, **RATES, stage=stage, compute_dtype=dtype, tuning=small())
         train_step(model, optimizer, 0)
         domain = optimizer.engine.domain
         assert domain is not None
-        sums = [shard.gradient_sum for shard in domain.shards] if stage < 3 else []
-        kept = [weakref.ref(each) for each in (domain.reducer, *sums)]
-        del domain, sums
+        kept = [weakref.ref(each) for each in (domain.reducer, *(shard.gradient_sum for shard in domain.shards))]
+        del domain
         optimizer.close()
         gc.collect()
-        assert not any(each() for each in kept), stage
+        assert not any(each() for each in kept), (stage, dtype)
 
 
 def test_closed(ranks: Pool) -> None:
