@@ -29,8 +29,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +45,7 @@ from ..tensors.unsharded_guard import keep_pattern, refused_alone
 from ..units.unit_orders import Direction
 from .hooks import ModuleHook, remove_all
 from .lent_memory import StateDictHooks, lend_memory
-from .module_call import ModuleCall, NodeHook
-from .nested import tensors_within, with_own_nodes
+from .module_call import ModuleCall, NodeHook, tensors_within, with_own_nodes
 from .running import backward_runs, in_backward, is_left, runs_a_method
 
 if TYPE_CHECKING:
@@ -57,6 +55,7 @@ if TYPE_CHECKING:
     from ..partition.readable import Readable
     from ..units.gatherer import Gatherer
     from ..units.unit import Unit
+    from .arrivals import Arrivals
     from .rounds import Rounds
 
 # Of params that a call reads although they are of no module of its own, the first are shown one by one, until they are
@@ -70,7 +69,7 @@ class Forward:
 
     Attributes:
         backwards: number of backwards that have ended.
-        moments: of beginnings and ends of calls in forward.
+        runs: the name of the called module whose forward or backward runs, or ran last.
     """
 
     def __init__(self, domains: Sequence[Domain], root: nn.Module, called: Sequence[CalledModule], rounds: Rounds):
@@ -81,19 +80,19 @@ class Forward:
         """
         self._domains, self._root, self._rounds = domains, root, rounds
         self._called = {each.module: each.name for each in called}
-        self._runs = called[0].name  # the called module whose forward or backward runs, or ran last
+        self.runs = called[0].name
         self._hooks: list[Any] = []
         self._state_dicts = StateDictHooks()
         self._needs: dict[nn.Module, _Needs] = {}
         self._running: list[ModuleCall] = []  # calls in forward, from the outermost
         # The nodes of the outputs of the call that ended last: the inputs of the next one, nearly always.
         self._ends: dict[Any, NodeHook] = {}
-        self._using = defaultdict["Unit", int](int)  # number of calls in backward that need a unit
-        self._open: dict[ModuleCall, None] = {}  # calls in backward, in their order
-        self.moments: Iterator[int] = itertools.count()
+        # Calls in backward in their order, and the units that each keeps gathered; None: what reads outside of calls.
+        self._open: dict[ModuleCall | None, list[Unit]] = {}
         self.backwards = 0
         # By name of each unit, all local params of its modules, those included that are kept whole.
         self._params: dict[str, tuple[nn.Parameter, ...]] = {}
+        self._arrivals: dict[str, list[Arrivals]] = {}  # of the gradients of these
         self.is_closed = False
         self.turn = domains[0].turn
         self._gatherer: Gatherer  # once attached
@@ -112,27 +111,26 @@ class Forward:
         remove_all(self._hooks)
         self._gatherer = self._domains[0].gatherer
         bound, every = self._gatherer.units, self._sharded
-        where = {param: gathered for each in every for param, gathered in each.where.items()}
         needed: dict[nn.Module, list[Unit]] = {}
         given = self._domains[0].options.tuning.units
         for domain, plan in ((each, unit) for each in self._domains for _, unit in own_units(each, self._root, given)):
-            self._params[plan.name] = tuple(map(domain.locals.of, plan.params))
+            own = self._params[plan.name] = tuple(map(domain.locals.of, plan.params))
+            self._arrivals[plan.name] = [bucket for part in self._rounds.parts for bucket in part.arrivals_of(own)]
             for module in plan.modules if plan.name in bound else ():
                 needed.setdefault(module, []).append(bound[plan.name])
-        params = (param for each in every for shard in each.frozen for param in shard.bucket.outers)
-        frozen = {where[param].unit for param in params if param in where}
+        some = (shard.gathered for each in every for shard in each.frozen if shard.bucket.present)
+        frozen = {gathered.unit for gathered in some if gathered is not None}
         self._needs = {
             module: _Needs(tuple(units), self._readables(module, units), _devices(units), not frozen.isdisjoint(units))
             for module, units in needed.items()
         }
         self._gatherer.passes.caller = weakref.ref(self)
+        before, after = ModuleHook(self.pre_forward), ModuleHook(self._post_forward)
         for module in dict.fromkeys((*self._called, *self._needs)):
             if module not in self._called:  # ModuleTakeover calls pre_forward() for these, after it has bound params
-                hook = module.register_forward_pre_hook(ModuleHook(self.pre_forward), prepend=True, with_kwargs=True)
-                self._hooks.append(hook)
+                self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             # always_call: after an exception too, the module's params are needed no more.
-            post = ModuleHook(self._post_forward)
-            self._hooks.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
+            self._hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         self._state_dicts.attach(self._root, every)
 
     def _readables(self, module: nn.Module, units: Sequence[Unit]) -> tuple[Readable, ...]:
@@ -140,9 +138,8 @@ class Forward:
         own = list(module.parameters())
         found: list[Readable] = []
         for each in self._sharded:
-            found += each.readables_of(
-                param for param in own if param in each.where and each.where[param].unit in units
-            )
+            where = each.where
+            found += each.readables_of(param for param in own if param in where and where[param].unit in units)
         return tuple(found)
 
     @property
@@ -177,7 +174,7 @@ class Forward:
         if not self._gatherer.here.unsharded_contexts and torch._C._functorch.get_interpreter_stack():
             _check_no_transform()
         if name is not None:
-            self._runs = name
+            self.runs = name
             self._end_interrupted()
             if not self._running and not in_backward:
                 self._begin_pass(Direction.FORWARD if has_graph else Direction.EVALUATION)
@@ -208,7 +205,7 @@ class Forward:
 
     def _begin_pass(self, direction: Direction) -> None:
         self.before_gathers(direction)
-        self._gatherer.passes.begin(direction, self._runs)
+        self._gatherer.passes.begin(direction, self.runs)
 
     def before_gathers(self, gathers: Direction | Unit) -> None:
         """Tells other ranks in a ``join()`` what this one is about to gather: a unit that no schedule has, say."""
@@ -217,7 +214,9 @@ class Forward:
 
     def pass_over(self, units: Iterable[str]) -> None:
         """Awaits no more gradients from units that a backward is past."""
-        self._rounds.pass_over([param for name in units for param in self._params[name]])
+        # Nearly always all of them are there: then no param is looked at.
+        if not self._rounds.is_open or any(each.missing for name in units for each in self._arrivals[name]):
+            self._rounds.pass_over([param for name in units for param in self._params[name]])
 
     def _need(self, call: ModuleCall, param: nn.Parameter) -> None:
         """Gathers a param that a call reads although it is of no module of the call's."""
@@ -251,9 +250,8 @@ class Forward:
         self._ends = call.register_hooks(tensors) if call.units and torch.is_grad_enabled() else {}
         if not running:
             self._ends = {}  # nodes keep what they saved
-        versions, call.versions = call.versions, []
         try:
-            for readable, before in versions:
+            for readable, before in call.shown:
                 if readable.versions() != before:
                     written = readable.written(before)
                     assert written is not None
@@ -296,13 +294,11 @@ class Forward:
     def is_running(self) -> bool:
         """True while a forward or backward of the module runs; what an interrupt ended is forgotten."""
         self._end_interrupted()
-        is_in_backward = bool(self._open) or any(self._using.values())
-        if is_in_backward and not backward_runs():
-            for unit in list(self._using):
-                self._gatherer.forget_uses(unit, self._using.pop(unit))
+        if self._open and not backward_runs():
+            for unit in itertools.chain.from_iterable(self._open.values()):
+                self._gatherer.forget_use(unit)
             self._forget_backward()
-            is_in_backward = False
-        return bool(self._running) or is_in_backward
+        return bool(self._running or self._open)
 
     def _end_interrupted(self) -> None:
         """Ends the calls in forward that have returned or raised, of which no hook told."""
@@ -315,7 +311,7 @@ class Forward:
         for call in self._running[start:]:
             call.frame = None
             for unit in call.units:
-                self._gatherer.forget_uses(unit, 1)
+                self._gatherer.forget_use(unit)
         del self._running[start:]
         self._ends = {}
 
@@ -333,26 +329,23 @@ class Forward:
         if self._running:
             self._need(self._running[-1], param)
         elif self._gatherer.is_alone:
-            return is_read and self._read_alone(unit)
+            if not is_read:
+                return False
+            if self._read is not None and self._read is not unit:  # a script reads one unit after the other
+                self._gatherer.reshard(self._read)
+            self._gatherer.use_until_step(unit)
+            self._read = unit
         elif in_backward():  # a backward of the user's own, or a hook
             self._begin_backward()
             self._gatherer.use(unit)
             self._gatherer.show(unit)
-            self._using[unit] += 1
+            self._open.setdefault(None, []).append(unit)
         elif is_read and (runs_a_method(self._root) or is_called_by_pipeline()):
             # No hook says when a backward comes to what was made of the param; there may be several. The same without
             # autograd: the guard would not notice the next read, which autograd saves, since the param is readable.
             self._gatherer.use_until_step(unit)
         else:
             return False
-        return True
-
-    def _read_alone(self, unit: Unit) -> bool:
-        """Gathers a unit for a read of the script's own, until it reads a param of another unit."""
-        if self._read is not None and self._read is not unit:
-            self._gatherer.reshard(self._read)
-        self._gatherer.use_until_step(unit)
-        self._read = unit
         return True
 
     def keep_all(self) -> None:
@@ -378,28 +371,25 @@ class Forward:
         if (now is None or now.direction is not Direction.BACKWARD) and not self._running:
             self._begin_pass(Direction.BACKWARD)
 
-    def begin_graph(self, called: str) -> None:
-        """The backward of a forward of this called module begins."""
-        self._runs = called
-
     @holding("backward()")
     def pre_backward(self, call: ModuleCall) -> None:
         """Gathers the units of a call whose backward begins."""
         for other in tuple(self._open):
             # No node of a call runs any more once the backward of an earlier one begins. That says nothing about a
             # backward within a backward, and about the thread of another device.
-            if other.began > call.ended and other.task == call.task and other.devices == call.devices:
+            is_alike = other is not None and other.task == call.task and other.devices == call.devices
+            if other is not None and is_alike and other.began > call.ended:
                 other.is_open = False
                 self._end_backward_of(other)  # the turn is held
         self._begin_backward()
-        self._open[call] = None
+        self._open[call] = used = []
         # With create_graph=True the graph of the backward itself saves params: they stay gathered until the step.
         is_counted = not torch.is_grad_enabled()
         for unit in call.units:
             self._gatherer.use(unit)
             if is_counted:
-                self._using[unit] += 1
-        for readable in call.readables:
+                used.append(unit)
+        for readable, _ in call.shown:
             readable.show()
 
     @holding("backward()")
@@ -408,19 +398,16 @@ class Forward:
         self._end_backward_of(call)
 
     def _end_backward_of(self, call: ModuleCall) -> None:
-        if call in self._open:
-            del self._open[call]
-        for unit in call.units:
-            if self._using[unit]:  # end_backward() may have come before
-                self._using[unit] -= 1
-                self._gatherer.done(unit)
+        for unit in self._open.pop(call, ()):  # end_backward() may have come before
+            self._gatherer.done(unit)
 
     @holding("backward()")
     def end_backward(self, completed: bool) -> None:
         """Reshards the units in use, but for those kept until the step: backward has ended, or was abandoned."""
         self._gatherer.passes.end(completed)
-        for unit in list(self._using):
-            for _ in range(self._using.pop(unit)):  # taken out first: an interrupt here must not end a use twice
+        for units in self._open.values():
+            while units:  # taken out first: an interrupt here must not end a use twice
+                unit = units.pop(0)
                 self._gatherer.done(unit, reshard=not unit.outlives_backward)
         self._forget_backward()
 
@@ -431,7 +418,6 @@ class Forward:
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._using.clear()
         self._open.clear()
         self.backwards += 1  # so that what is left of these calls counts as another backward's
 

@@ -30,7 +30,7 @@ def lend_memory(units: Iterable[Unit], tensors: Iterable[torch.Tensor]) -> bool:
             address = own.data_ptr()
             for unit in units:
                 for each in unit.buckets:
-                    if address and 0 <= address - each.bucket.flat.data_ptr() < each.bucket.nbytes:
+                    if address and 0 <= address - each.bucket.flat.data_ptr() < each.bucket.memory.nbytes:
                         return True
     return False
 

@@ -5,9 +5,10 @@ When that is, :mod:`.forward` tells.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from ..units.unit import Unit
 
 
+_MOMENTS = itertools.count()  # of beginnings and ends of calls in forward, which are told apart by their order alone
+
+
 class Backwards(Protocol):
     """Begins and ends the backwards of calls: the hooks of all modules, which lie above."""
 
     backwards: int
     is_closed: bool
-    moments: Iterator[int]
 
     def pre_backward(self, call: ModuleCall) -> None: ...
 
@@ -56,8 +59,7 @@ class ModuleCall:
     Attributes:
         units: that are gathered for it.
         devices: of these units.
-        readables: the params of these that its code reads.
-        versions: of these params, when the forward began to read them.
+        shown: the params of these that its code reads, with their versions when the forward began to read them.
         reads: how often its code read a param that is of no module of the call's.
         frame: of the module's call, until the forward ends.
         starts: the nodes of its inputs from before the call, with their hooks, if they have some.
@@ -80,18 +82,16 @@ class ModuleCall:
         self._forward, self.module, self._own = weakref.ref(forward), module, own
         self.units: dict[Unit, None] = {}
         self.devices: frozenset[torch.device] = frozenset()
-        self.readables: list[Readable] = []
-        self.versions: list[tuple[Readable, list[int]]] = []
+        self.shown: list[tuple[Readable, list[int]]] = []
         self.frame = frame_of_call()
         self.starts: dict[Any, NodeHook | None] = {}
         self._left: set[int] = set()  # the incomplete ones of its inputs
-        self.began = next(forward.moments)
+        self.began = next(_MOMENTS)
 
     def show(self, readable: Readable) -> None:
         """Lets the call's code read these params, which are gathered."""
         readable.show()
-        self.readables.append(readable)
-        self.versions.append((readable, readable.versions()))
+        self.shown += ((readable, readable.versions()),)
 
     def register_hooks(self, outputs: Iterable[torch.Tensor]) -> dict[Any, NodeHook]:
         """Puts hooks on the nodes of the call's inputs and outputs, at its end. Returns those of the outputs."""
@@ -110,9 +110,7 @@ class ModuleCall:
                     hook = NodeHook(None)
                     node.register_prehook(hook)
                 hook.done.append((self, number))
-        forward = self._forward()
-        assert forward is not None
-        self.ended = next(forward.moments)
+        self.ended = next(_MOMENTS)
         # The graph's hooks hold this call: the nodes would keep themselves alive in a cycle.
         self.starts, self._own = {}, ()
         return ends
@@ -152,3 +150,33 @@ class ModuleCall:
             if not self._left:
                 self.is_open = False
                 forward.post_backward(self)
+
+
+def tensors_within(values: Any, depth: int = 3) -> Iterable[torch.Tensor]:
+    """Returns the tensors in nested values, and in objects that pytree does not know (dataclasses, a library's output
+    classes), ``depth`` levels deep."""
+    if type(values) is torch.Tensor or isinstance(values, torch.Tensor):  # nearly always; a search takes far longer
+        return (values,)
+    if type(values) is tuple and {torch.Tensor}.issuperset(map(type, values)):
+        return values
+    leaves = torch.utils._pytree.tree_leaves(values)
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for leaf in leaves if depth else ():
+        if not isinstance(leaf, (torch.Tensor, nn.Module, type)):
+            names = getattr(leaf, "__dict__", getattr(leaf, "__slots__", ()))
+            found += tensors_within([getattr(leaf, name, None) for name in names], depth - 1)
+    return found
+
+
+def with_own_nodes(given: Any, own: set[Any]) -> Any:
+    """Returns the arguments of a call. Tensors among them get autograd nodes of their own, which are added to ``own``.
+
+    What the call may write to (a list, a cache) stays what it is, with the tensors that it holds.
+    """
+    if isinstance(given, torch.Tensor) and given.requires_grad:
+        view = given.view_as(given)
+        own.add(view.grad_fn)
+        return view
+    if type(given) is tuple:
+        return tuple(with_own_nodes(each, own) for each in given)
+    return given

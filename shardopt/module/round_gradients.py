@@ -218,6 +218,11 @@ class RoundGradients:
         if any([reducer.pass_over(entry.shard.number, entry.index) for entry in found]):
             reducer.start_completed()
 
+    def arrivals_of(self, params: Collection[torch.nn.Parameter]) -> list[Arrivals]:
+        """Returns the buckets in which some of these params lie."""
+        known = self.domain.entries
+        return [self._buckets[each] for each in {known[param].shard.number: 0 for param in params if param in known}]
+
     def take_sum(self, number: int, total: torch.Tensor, arrived: AbstractSet[int]) -> None:
         """Takes the sum of a bucket as soon as it is complete: one that does not stay on the device, or is used early.
 

@@ -27,7 +27,7 @@ from .first_calls import FirstCalls
 from .first_values import FirstValues
 from .forward import Forward
 from .hooks import ModuleHook, call_while_alive, remove_all
-from .nested import tensors_within
+from .module_call import tensors_within
 from .overlap_hooks import OverlapHooks
 from .rounds import Rounds, fail_closure, rounds_ended
 
@@ -89,8 +89,8 @@ class ModuleTakeover:
         self._called = {each.module: each for each in self.called}
         self._buffers = {each: SharedBuffers(each, self.coverage) for each in self.called}
         self._hooks: list[Any] = []
+        before, after = ModuleHook(self._pre_forward), ModuleHook(self._post_forward)
         for each in self._called:
-            before, after = ModuleHook(self._pre_forward), ModuleHook(self._post_forward)
             self._hooks.append(each.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._hooks.append(each.register_forward_hook(after))
         inner = [each for each in self.module.modules() if each not in self._called]
@@ -251,19 +251,18 @@ class ModuleTakeover:
 
     def _mark_graph(self, called: CalledModule, outputs: Iterable[torch.Tensor], syncs: bool) -> None:
         """Says of the backward through these tensors whether it reduces gradients."""
-        begin = partial(ModuleTakeover._begin_graph, called=called, syncs=syncs)
-        hook = call_while_alive(lambda me, _: begin(me), self)
+        hook = partial(call_while_alive(ModuleTakeover._begin_graph, self), called, syncs)
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(hook)
 
-    def _begin_graph(self, called: CalledModule, syncs: bool) -> None:
+    def _begin_graph(self, called: CalledModule, syncs: bool, _: Any) -> None:
         if not self._hooks:  # closed: the user may still run backward through an older graph
             return
         if self.casts is not None:
             self.casts.begin_backward()
         if self.forward is not None:
-            self.forward.begin_graph(called.name)
+            self.forward.runs = called.name
         if self.rounds is not None:
             self.rounds.begin_graph(syncs, self.called.index(called))
 

@@ -19,7 +19,7 @@ from ..profiler import labelled
 from .unit import Stay, UnitState
 
 if TYPE_CHECKING:
-    from ..partition.comm.all_gather import AllGather
+    from ..partition.comm.all_gather import AllGather, Window
     from ..partition.comm.transport import Transport
     from ..partition.memory import Memory
     from .slice_writes import SliceWrites
@@ -97,6 +97,7 @@ class GatheredUnits:
             if evaluates not in unit.all_gathers:
                 unit.all_gathers[evaluates] = unit.transport.all_gather(unit.phase, GATHER_TIMEOUT, evaluates)
             gathering = unit.all_gathers[evaluates]
+        windows: tuple[Window, ...] = ()
         try:
             for each in unit.buckets:
                 if is_sharded:
@@ -104,10 +105,11 @@ class GatheredUnits:
                     memory.allocate(self._pages_for(memory) if self.freed else None)
                 if is_held:
                     each.put_part()
-                    continue
-                each.param_shard.read(each.own)
-                if is_coded:
-                    each.encode()
+                else:
+                    each.param_shard.read(each.own)
+                    if is_coded:
+                        each.encode()
+                windows += (each.parts or each.messages or each.window,)
         except BaseException:  # the slice is read from a disk
             if is_sharded:
                 for each in unit.buckets:
@@ -118,7 +120,6 @@ class GatheredUnits:
         # arrived.
         unit.gathering, unit.state, unit.is_coded = gathering, UnitState.UNSHARDING, is_coded
         unit.keeps_at = keeps_at
-        windows = [each.parts or each.messages or each.window for each in unit.buckets]
         unit.transport.traffic.params += labelled("gather", unit.display_name, gathering.start_all, windows)
 
     def wait(self, unit: Unit) -> None:
@@ -176,7 +177,7 @@ class GatheredUnits:
     def drop_all_but(self, names: Container[str], keeps_pages: bool = False) -> None:
         """Reshards the units that nothing keeps, but for those of these names."""
         for unit in tuple(self.order):
-            if unit.name not in names and unit.may_go:
+            if not (unit.users or unit.name in names) and unit.stays is Stay.NO:
                 self.drop(unit, keeps_pages)
 
     def free(self, unit: Unit) -> None:

@@ -96,35 +96,34 @@ class Gatherer:
 
     # -- use -------------------------------------------------------------------------------------------------------
 
-    def use(self, unit: Unit) -> None:
+    def use(self, unit: Unit, in_order: bool = True) -> None:
         """Gathers a unit that a forward or a backward needs now, and the units that the schedule gathers ahead.
 
         It stays, and its params may be shown, until ``done`` was called as often. After an error in ``use``, do not
         call ``done``.
+
+        Args:
+            in_order: it is one of the uses whose order ranks compare.
         """
-        now = self.passes.now
-        if not self.passes.advance_to(unit):
-            self.here.start(unit, now is not None and now.is_traced, self.passes.direction is Direction.EVALUATION)
-        self._arrive(unit)
-        if self.here.freed:
-            self.here.give_pages_back()
+        here, now = self.here, self.passes.now
+        if not in_order:
+            here.start(unit)
+        elif not self.passes.advance_to(unit):
+            here.start(unit, now is not None and now.is_traced, self.passes.direction is Direction.EVALUATION)
+        if self.writes.written and here.alone is None:
+            self.writes.after_writes()
+        if unit.state is not UnitState.UNSHARDED:
+            here.wait(unit)
+            if now is not None and now.is_watched:
+                self._strays.watch(unit)
+        if here.freed:
+            here.give_pages_back()
+        unit.users += 1  # last: after an error the unit has no user
 
     def need(self, unit: Unit) -> None:
         """Gathers a unit like ``use``, outside of the order of uses that ranks compare, and shows all of it, exact."""
-        self.here.start(unit)
-        self._arrive(unit)
+        self.use(unit, in_order=False)
         self.show(unit)
-
-    def _arrive(self, unit: Unit) -> None:
-        """Waits for a unit that is on its way, which has a user more then."""
-        if self.writes.written and self.here.alone is None:
-            self.writes.after_writes()
-        if unit.state is not UnitState.UNSHARDED:
-            self.here.wait(unit)
-            now = self.passes.now
-            if now is not None and now.is_watched:
-                self._strays.watch(unit)
-        unit.users += 1  # last: after an error the unit has no user
 
     def show(self, unit: Unit) -> None:
         """Lets all params of a unit in use be read."""
@@ -152,7 +151,7 @@ class Gatherer:
         """
         unit.users -= 1
         assert unit.users >= 0
-        if unit.is_needed:
+        if unit.users or unit.stays is Stay.SHOWN:
             return
         if reshard:
             self.here.drop(unit)
@@ -166,10 +165,10 @@ class Gatherer:
         for each in unit.buckets:
             each.bucket.guard()
 
-    def forget_uses(self, unit: Unit, count: int) -> None:
-        """Ends uses by calls that an interrupt ended. Gathers and reshards nothing, for which ranks might wait."""
-        unit.users = max(unit.users - count, 0)  # the interrupt may have come in ``done``
-        if not unit.is_needed:
+    def forget_use(self, unit: Unit) -> None:
+        """Ends a use by a call that an interrupt ended. Gathers and reshards nothing, for which ranks might wait."""
+        unit.users = max(unit.users - 1, 0)  # the interrupt may have come in ``done``
+        if not unit.users and unit.stays is not Stay.SHOWN:
             for each in unit.buckets:
                 each.bucket.guard()
 

@@ -121,8 +121,10 @@ class Passes:
         if self._here.waits_for_others:
             if now.at:  # before this rank gathers for the next use, which waits for ranks that wait for sums
                 self._mark_past(now, now.uses[now.at - 1].reshard)
-            self._release_joined(now, now.uses[at], least=0)
-            self._join(now, at)
+            if now.joined:
+                self._release_joined(now, now.uses[at], least=0)
+            if now.at < at:
+                self._join(now, at)
         self._run(now, now.uses[at])
         now.at = at + 1
         return True
@@ -246,5 +248,5 @@ class Passes:
             here = [*order, *(() if more is None or more in order else (more,))]
             if self._budget.allows(len(here), sum(each.nbytes for each in here)):
                 return
-            if unit.may_go and unit is not more and not spared(unit):
+            if not (unit.users or unit is more or spared(unit)) and unit.stays is Stay.NO:
                 self._here.drop(unit, keeps_pages=more is not None)

@@ -183,16 +183,6 @@ class Unit:
         return sum(each.bucket.nbytes for each in self.buckets)
 
     @property
-    def is_needed(self) -> bool:
-        """True if its params may be read: it must not be resharded."""
-        return self.users > 0 or self.stays is Stay.SHOWN
-
-    @property
-    def may_go(self) -> bool:
-        """True if it may be resharded."""
-        return not self.users and self.stays is Stay.NO
-
-    @property
     def is_here(self) -> bool:
         """True if its buckets hold whole values."""
         return self.state is UnitState.UNSHARDED

@@ -77,6 +77,11 @@ class Window:
         shards: Sequence[torch.Tensor] = self.flat.split(self.shard_numel)
         return shards
 
+    @cached_property
+    def bytes(self) -> torch.Tensor:
+        """The bytes of the buffer, for backends that gather it often."""
+        return as_bytes(self.flat)
+
     def for_messages(self) -> Window:
         """Returns the window of messages, which hold anything."""
         assert self.code is not None
@@ -226,8 +231,9 @@ def by_collectives(ranks: Ranks, phase: str) -> AllGather:
     """The backend's all-gather. NCCL runs it on its own stream; ``finish`` makes the current stream wait for it."""
 
     def begin(window: Window) -> Callable[[], None]:
-        own, every = as_bytes(window.shard(ranks.rank)), as_bytes(window.flat)
-        work = _all_gather_single()(every, own, group=ranks.group, async_op=True)
+        nbytes = window.bytes.numel() // ranks.size
+        own = window.bytes.narrow(0, ranks.rank * nbytes, nbytes)
+        work = _all_gather_single()(window.bytes, own, group=ranks.group, async_op=True)
         return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
     return AllGather(begin)
