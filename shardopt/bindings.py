@@ -29,8 +29,8 @@ from .domain.turn import Turn
 from .domain.unsharded import check_weights
 from .errors import BindingError, DisagreementError, ShardoptError
 from .module.ddp import group_of
+from .module.first_values import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
 from .module.hooks import call_while_alive
-from .module.materialize import DeferredInit, check_materializable, check_unused, device_to_train_on, meta_params
 from .module.running import in_backward
 from .partition.comm.group import Ranks
 from .partition.comm.together import Relay
@@ -417,7 +417,7 @@ class Bindings:
                 check_materializable(takeover.module, init, takeover.values.fresh)
             else:
                 check_unused(init)
-            others = {"params of other optimizers": list(takeover.coverage.averaged.named)}
+            others = {"params of other optimizers": list(takeover.coverage.averaged)}
             values = {_EQUAL_VALUES: takeover.values.describe_bits()}
             view |= {"module": takeover.values.describe(), **values, **others, **init.describe()}
         return numbers

@@ -103,7 +103,7 @@ def gradient_weight(engine: Engine, tokens: object, average: object) -> None:
         assert rounds is not None
         has_experts = any(group.get("process_group") is not None for group in engine.groups)
         is_shared = has_experts and engine.takeover.coverage.is_shared
-        if rounds.main.has_stages or engine.takeover.coverage.averaged.named or is_shared:
+        if rounds.main.has_stages or engine.takeover.coverage.averaged or is_shared:
             raise ShardoptError(
                 "weigh the loss yourself: gradient_weight() weighs the gradients of one backward with the tokens "
                 "of one rank, and here schedules of pipeline stages run backwards, or another optimizer trains some "

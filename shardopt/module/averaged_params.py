@@ -8,7 +8,7 @@ held of earlier rounds is the same on all ranks, so the mean over ranks leaves t
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,48 +36,38 @@ def trained_elsewhere() -> set[torch.Tensor]:
     return found
 
 
-class AveragedParams:
-    """The params of a module that other optimizers train.
+@torch.no_grad()
+def average(named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+    """Collective, once a round has ended: averages the gradients over ranks. A rank without one adds zeros.
 
-    Attributes:
-        named: the params by name.
+    Raises:
+        ShardoptError: a gradient is sparse; DisagreementError on the other ranks.
+        DisagreementError: ranks differ in the params.
     """
-
-    def __init__(self) -> None:
-        self.named: dict[str, nn.Parameter] = {}
-
-    @torch.no_grad()
-    def average(self, ranks: Ranks) -> None:
-        """Collective, once a round has ended: averages the gradients over ranks. A rank without one adds zeros.
-
-        Raises:
-            ShardoptError: a gradient is sparse; DisagreementError on the other ranks.
-            DisagreementError: ranks differ in the params.
-        """
-        named = {name: param for name, param in self.named.items() if param.requires_grad}
-        if not named or ranks.size == 1:
-            return
-        sparse = next((name for name, param in named.items() if _is_sparse(param)), None)
-        present = [int(param.grad is not None) for param in named.values()]
-        rows = ranks.exchange_json([list(named), sparse, present], _PHASE)
-        for rank, (names, other, _) in enumerate(rows):
-            if names != rows[0][0]:
-                raise DisagreementError(
-                    "give every rank the same optimizers and params that train: ranks differ in the params that an "
-                    f"optimizer other than shardopt's trains, {rows[0][0]} on rank 0, {names} on rank {rank}."
-                )
-            if other is not None:
-                raise (ShardoptError if sparse is not None else DisagreementError)(
-                    f"build the embedding with sparse=False: the gradient of {other} is sparse on rank {rank}, and "
-                    "only dense ones are averaged over ranks."
-                )
-        used = [any(each[2][index] for each in rows) for index in range(len(named))]
-        by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-        for param, is_used in zip(named.values(), used, strict=True):
-            if is_used:
-                by_kind.setdefault((param.device, param.dtype), []).append(param)
-        for params in by_kind.values():
-            _average(params, ranks)
+    named = {name: param for name, param in named.items() if param.requires_grad}
+    if not named or ranks.size == 1:
+        return
+    sparse = next((name for name, param in named.items() if _is_sparse(param)), None)
+    present = [int(param.grad is not None) for param in named.values()]
+    rows = ranks.exchange_json([list(named), sparse, present], _PHASE)
+    for rank, (names, other, _) in enumerate(rows):
+        if names != rows[0][0]:
+            raise DisagreementError(
+                "give every rank the same optimizers and params that train: ranks differ in the params that an "
+                f"optimizer other than shardopt's trains, {rows[0][0]} on rank 0, {names} on rank {rank}."
+            )
+        if other is not None:
+            raise (ShardoptError if sparse is not None else DisagreementError)(
+                f"build the embedding with sparse=False: the gradient of {other} is sparse on rank {rank}, and "
+                "only dense ones are averaged over ranks."
+            )
+    used = [any(each[2][index] for each in rows) for index in range(len(named))]
+    by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for param, is_used in zip(named.values(), used, strict=True):
+        if is_used:
+            by_kind.setdefault((param.device, param.dtype), []).append(param)
+    for params in by_kind.values():
+        _average(params, ranks)
 
 
 def _is_sparse(param: nn.Parameter) -> bool:

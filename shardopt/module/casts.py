@@ -36,7 +36,10 @@ def cast_within(values: Any, dtype: torch.dtype) -> Any:
     if isinstance(values, Mapping):
         found = {key: cast_within(each, dtype) for key, each in values.items()}
         changed = {key: each for key, each in found.items() if each is not values[key]}
-        return _replaced(values, changed) if changed else values
+        made: Any = copy.copy(values) if changed else values  # a dict, or an object that is one (a library's output)
+        for key, each in changed.items():
+            made[key] = each
+        return made
     if isinstance(values, list | tuple):
         cast = [cast_within(each, dtype) for each in values]
         if all(one is other for one, other in zip(cast, values, strict=True)):
@@ -45,21 +48,11 @@ def cast_within(values: Any, dtype: torch.dtype) -> Any:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         fields = {field.name: getattr(values, field.name, None) for field in dataclasses.fields(values)}
         changed = {name: new for name, each in fields.items() if (new := cast_within(each, dtype)) is not each}
-        if not changed:
-            return values
-        made = copy.copy(values)
+        made = copy.copy(values) if changed else values
         for name, each in changed.items():
             object.__setattr__(made, name, each)
         return made
     return values
-
-
-def _replaced(values: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
-    """Returns a copy of a dict, or of an object that is one (a library's output class), with other values."""
-    made: Any = copy.copy(values)
-    for key, each in changed.items():
-        made[key] = each
-    return made
 
 
 class _Switch:

@@ -10,16 +10,16 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..domain.dtensors import is_dtensor
+from ..domain.param_names import without_wrappers
 from ..errors import BindingError
-from .averaged_params import AveragedParams, trained_elsewhere
+from .averaged_params import average, trained_elsewhere
 from .ddp import ignored_by_ddp
-from .surgery import Bound, Rebinding, names_of, plan_rebinding
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -29,13 +29,26 @@ if TYPE_CHECKING:
     from ..domain.param import Candidate, ParamRecord
 
 
+class Bound(NamedTuple):
+    """A param as it was when it was bound."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Returns the name of each param of a module: the first one, if it is tied."""
+    return {param: without_wrappers(name) for name, param in module.named_parameters()}
+
+
 class Coverage:
     """The params of a module, as one of the optimizers that it was passed to knows them.
 
     Attributes:
         module: without DDP around it.
         domains: those that params are bound to, the main one first, then those of experts; empty before.
-        averaged: the params that optimizers other than shardopt's train.
+        averaged: by name, the params that optimizers other than shardopt's train.
+        bound: the params that are bound, as they were when they were bound.
     """
 
     def __init__(
@@ -55,12 +68,12 @@ class Coverage:
         self.module, self._called, self._options = module, called, options
         self._groups, self._everyones = groups, everyones
         self.domains: list[Domain] = []
-        self.averaged = AveragedParams()
+        self.averaged: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []  # in no param group, when this was last looked at
         self._tree: ModuleTree | None = None  # of the last binding or check
         # The sharers at the same time. Weak: one optimizer must not keep another one of the same module.
         self._covered_by: frozenset[weakref.ref[Coverage]] = frozenset()
-        self._bound: dict[nn.Parameter, Bound] = {}  # as the params were then
+        self.bound: dict[nn.Parameter, Bound] = {}
         self._numel = 0  # of all of these
         self._has_stepped = False  # since the last forward
 
@@ -153,7 +166,7 @@ class Coverage:
                     "module over, and gradients of DTensors, of params on the meta device, and of models with experts "
                     "or compute_dtype are not averaged for other optimizers."
                 )
-        self.averaged.named, self._frozen = trainable, [each for each in left.values() if not each.requires_grad]
+        self.averaged, self._frozen = trainable, [each for each in left.values() if not each.requires_grad]
 
     def _check_not_replaced(self, name: str, param: nn.Parameter) -> None:
         """Raises BindingError if a param of the module stands where a bound one was, and none of these is left.
@@ -175,7 +188,7 @@ class Coverage:
     def averages_for_others(self) -> bool:
         """True if another optimizer trains a param of the module; raises BindingError as ``check_covered`` does."""
         self.check_covered()
-        return bool(self.averaged.named)
+        return bool(self.averaged)
 
     def check_still_covered(self) -> None:
         """Does ``check_covered`` if modules, params or the optimizers that share the module changed since the last."""
@@ -188,8 +201,8 @@ class Coverage:
         """Collective at the end of a round: averages the gradients that other optimizers use."""
         if any(param.requires_grad for param in self._frozen):  # thawed, perhaps for such an optimizer
             self.check_covered()
-        if self.averaged.named and self.leads:
-            self.averaged.average(self.domains[0].mesh.world)
+        if self.averaged and self.leads:
+            average(self.averaged, self.domains[0].mesh.world)
 
     # -- as they were bound ----------------------------------------------------------------------------------------
 
@@ -197,13 +210,13 @@ class Coverage:
         """Notes params that were just bound."""
         self._tree, names = ModuleTree(self.module), names_of(self.module)
         for entry in entries:
-            self._bound[entry.outer] = Bound(names.get(entry.outer, entry.name), tuple(entry.outer.shape))
-        self._numel = sum(math.prod(each.shape) for each in self._bound.values())
+            self.bound[entry.outer] = Bound(names.get(entry.outer, entry.name), tuple(entry.outer.shape))
+        self._numel = sum(math.prod(each.shape) for each in self.bound.values())
 
     def forget_bound(self) -> None:
         """No param is bound any more."""
         self.domains.clear()
-        self._bound, self._tree, self._numel, self._has_stepped = {}, None, 0, False
+        self.bound, self._tree, self._numel, self._has_stepped = {}, None, 0, False
 
     def step_ended(self) -> None:
         """The next forward looks at sizes: between two steps a script may change a model."""
@@ -214,8 +227,8 @@ class Coverage:
         if not self._has_stepped:
             return
         with torch._C.DisableTorchFunctionSubclass():  # released params check every attribute that is read
-            if sum(map(torch.numel, self._bound)) != self._numel:
-                param, was = next(each for each in self._bound.items() if tuple(each[0].shape) != each[1].shape)
+            if sum(map(torch.numel, self.bound)) != self._numel:
+                param, was = next(each for each in self.bound.items() if tuple(each[0].shape) != each[1].shape)
                 raise BindingError(
                     "call optimizer.rebind() on every rank, once the model is changed and before this forward: "
                     f"{was.name} has the shape {tuple(param.shape)}, and had {was.shape} when the optimizer bound it "
@@ -223,12 +236,9 @@ class Coverage:
                 )
         self._has_stepped = False
 
-    def plan_rebinding(self) -> Rebinding:
-        """Plans what params the groups have from now on: those of the module as it is."""
-        known = self._grouped() | self.of_each_rank() | trained_elsewhere()
-        named = names_of(self.module)
-        new = {name: param for param, name in named.items() if param.requires_grad and param not in known}
-        return plan_rebinding(self._bound, self.module, self._groups(), new)
+    def trained(self) -> set[torch.Tensor]:
+        """Returns the params that some optimizer trains, or that are left to each rank."""
+        return self._grouped() | self.of_each_rank() | trained_elsewhere()
 
 
 def _outers(coverage: Coverage) -> set[nn.Parameter]:

@@ -115,9 +115,8 @@ def retire_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
     if group is not None:  # DDP may have been wrapped around the module after bind()
         check_same_ranks(group, ddp)
     ddp.reducer = cast(Any, RetiredReducer(on_last))
-    ddp.logger = cast(
-        Any, RetiredLogger()
-    )  # DDP's own logger holds the old reducer, whose buckets would stay allocated
+    # DDP's own logger holds the old reducer, whose buckets would stay allocated.
+    ddp.logger = cast(Any, RetiredLogger())
 
 
 def restore_reducer(ddp: DistributedDataParallel) -> bool:

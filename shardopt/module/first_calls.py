@@ -39,11 +39,10 @@ class FirstCalls:
             on_gradient: binds in a backward.
         """
         self._on_call, self._on_gradient = on_call, on_gradient
-        self._hooks: list[Any] = []
-        for module in inner:
-            self._hooks.append(
-                module.register_forward_pre_hook(ModuleHook(self._called), prepend=True, with_kwargs=True)
-            )
+        hook = ModuleHook(self._called)
+        self._hooks: list[Any] = [
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for module in inner
+        ]
         self.is_on = True
 
     def watch(self, params: Iterable[nn.Parameter]) -> None:

@@ -71,7 +71,8 @@ class OverlapHooks:
         """The forward of a module begins."""
         if self._gather is None:
             return
-        if self._gather.is_in_forward and not _is_transformed():
+        # None: no transform of ``torch.func`` runs.
+        if self._gather.is_in_forward and torch._C._functorch.peek_interpreter_stack() is None:
             self._gather.wait_for(self._needs.get(module, ()))  # a shallow copy of a module has its hooks
         else:
             self._gather.finish()
@@ -87,11 +88,6 @@ class OverlapHooks:
     def _remove(self) -> None:
         remove_all(self._handles)
         self._gather = None
-
-
-def _is_transformed() -> bool:
-    """True within a transform of ``torch.func``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _has_compiled() -> bool:
