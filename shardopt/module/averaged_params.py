@@ -47,8 +47,9 @@ def average(named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
     named = {name: param for name, param in named.items() if param.requires_grad}
     if not named or ranks.size == 1:
         return
-    sparse = next((name for name, param in named.items() if _is_sparse(param)), None)
-    present = [int(param.grad is not None) for param in named.values()]
+    grads = {name: param.grad for name, param in named.items() if param.grad is not None}
+    sparse = next((name for name, grad in grads.items() if grad.layout is not torch.strided), None)
+    present = [int(name in grads) for name in named]
     rows = ranks.exchange_json([list(named), sparse, present], _PHASE)
     for rank, (names, other, _) in enumerate(rows):
         if names != rows[0][0]:
@@ -68,10 +69,6 @@ def average(named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
             by_kind.setdefault((param.device, param.dtype), []).append(param)
     for params in by_kind.values():
         _average(params, ranks)
-
-
-def _is_sparse(param: nn.Parameter) -> bool:
-    return param.grad is not None and param.grad.layout is not torch.strided
 
 
 def _average(params: Sequence[nn.Parameter], ranks: Ranks) -> None:

@@ -95,11 +95,8 @@ class CastMethodInputs(CastInputs):
             return False
         callers = callers_of(nn.Module._call_impl)
         next(callers)  # the call of the module itself
-        return not any(self._is_on(each) for each in callers)
-
-    def _is_on(self, module: nn.Module) -> bool:
-        hooks = module._forward_pre_hooks.values()
-        return any(isinstance(each, CastInputs) and each.switch is self.switch for each in hooks)
+        hooks = (hook for each in callers for hook in each._forward_pre_hooks.values())
+        return not any(isinstance(each, CastInputs) and each.switch is self.switch for each in hooks)
 
 
 @dataclasses.dataclass(eq=False)

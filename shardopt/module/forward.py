@@ -89,11 +89,10 @@ class Forward:
         self._ends: dict[Any, NodeHook] = {}
         # Calls in backward in their order, and the units that each keeps gathered; None: what reads outside of calls.
         self._open: dict[ModuleCall | None, list[Unit]] = {}
-        self.backwards = 0
+        self.backwards, self.is_closed = 0, False
         # By name of each unit, all local params of its modules, those included that are kept whole.
         self._params: dict[str, tuple[nn.Parameter, ...]] = {}
         self._arrivals: dict[str, list[Arrivals]] = {}  # of the gradients of these
-        self.is_closed = False
         self.turn = domains[0].turn
         self._gatherer: Gatherer  # once attached
         self._read: Unit | None = None  # by the script, while this rank reads alone
