@@ -176,11 +176,6 @@ def _at_least_zero(x: Any) -> Any:
 
 
 @njit(**COMPILE_OPTIONS)
-def magnitude_signed(x: Any) -> Any:
-    return to_bits(abs(x))
-
-
-@njit(**COMPILE_OPTIONS)
 def magnitude_unsigned(x: Any) -> Any:
     # abs() last: the NaN of 0 * Inf has a sign on x86, and its bits would count as less than zero.
     return to_bits(abs(_at_least_zero(x)))

@@ -35,18 +35,17 @@ them back right after the rule's last assignment to each, and does all the stori
             for i in range(start, start + count):
                 ... loads, the rule ...
                 store_f32(exp_avg_new, i - start, state_exp_avg, 5)
-                exp_avg_largest = larger(exp_avg_largest, magnitude_signed(state_exp_avg))
+                exp_avg_largest = larger(exp_avg_largest, to_bits(abs(state_exp_avg)))
             ... the block's scale ...
             for i in range(start, start + count):
                 ... loads, the rule up to that assignment ...
                 state_exp_avg = load_f32(exp_avg_new, i - start, 5)
                 ... the rest of the rule, stores ...
 
-LLVM drops from each loop whatever nothing in it depends on: for AdamW the first one decodes and averages, and the
-second one has the root, the divisions and the encoding, which different units of a core do at the same time. AdamW's
-second loop is two: the first encodes one state and puts the divisor, in which the root is, on the stack; the next
-encodes the other and divides. A core then has room for more elements at a time. Lion's param follows from the old
-average, so that a second loop would decode it again: its first loop does all but encode.
+LLVM drops from each loop whatever nothing in it depends on. Roots and divisions keep one unit busy while others
+decode and encode, so both loops have some: AdamW's first one decodes, averages, and puts the divisor, in which the root
+is, on the stack; the second one encodes, and divides. Lion's param follows from the old average, so that a second loop
+would decode it again: its first loop does all but encode.
 
 A rule that looks at whole params has several passes (``rules/passes.py``), a kernel each. A state that another pass
 reads is, from its last assignment on, what its format holds: narrowed and widened again at once. In 8 bits it is known
@@ -118,7 +117,7 @@ def step_source(spec: Spec, number: int) -> str:
     """Returns the text of the kernel of pass ``number``."""
     part = spec.passes[number]
     states = [state_of(spec, number, index) for index in range(len(spec.states))]
-    once = [line for each in states for line in each.once]
+    once = ["in_wide_vectors()", *(line for each in states for line in each.once)]
     once += [f"at_{value} = scratch_i32({BLOCK})" for value in part.measured]
     of_block = [
         f"s_{name} = load_f32(scalars, row * {len(part.scalars)} + {index}, TABLE)"
@@ -170,28 +169,22 @@ def _loops(spec: Spec, number: int, states: Sequence[State]) -> list[str]:
     grad = f"grad = widen_{spec.grad.name}(load_{spec.grad.name}(grad_at, i, 0)) * unscale * clip"
     loads = [grad, *param.loads, *(each.load for each in states)]
     last = max([1, *(each.depth + _is_awaited(each, states, rule) for each in states if each.is_block)])
+    divisor = _divisor(rule, states) if last == 2 and not part.products else None
     lines = [line for each in states if _is_read(each.value, rule) for line in each.unpack]
+    lines += ["divisor_at = scratch_i32(256)"] if divisor is not None else []
     for loop in range(1, last + 1):
         found = [each for each in states if each.is_block and each.depth == loop]  # in this loop
         known = [each for each in states if not (each.is_block and each.depth >= loop)]
-        # Measured values may need old values of states, which the first of two loops has overwritten.
-        # Test: the row "norm of a change" of tests/kernels/test_passes.py.
-        has_own_loop = loop == last and not part.products and not part.measured
-        divisor = _divisor(rule, known) if has_own_loop else None
-        stored = known
-        if divisor is not None:
-            stored, early = known[:1], known[1:]
-            body = [*loads, *_body(known, early, rule), f"store_f32(divisor_at, i - start, {divisor}, {_DIVISOR})"]
-            body += [line for each in early for line in (each.store, *each.advance)]
-            lines += ["divisor_at = scratch_i32(256)", *(line for each in early for line in each.restart)]
-            lines += _loop_over(body)
-        body = [*loads, *_body(known, stored, rule, divisor), *(line for each in found for line in each.keep)]
+        body = [*loads, *_body(known, rule, divisor if loop == last else None)]
+        body += [line for each in found for line in each.keep]
+        if divisor is not None and loop < last:
+            body.append(f"store_f32(divisor_at, i - start, {divisor}, {_DIVISOR})")
         if loop == last:
-            body += [each.store for each in stored if each.is_written]
+            body += [each.store for each in known if each.is_written]
             body += param.stores if part.writes_param else []
             body += [line for value in part.measured for line in _measuring(value)]
-        body += [line for each in stored for line in each.advance]
-        lines += [line for each in stored for line in each.restart]
+        body += [line for each in known for line in each.advance]
+        lines += [line for each in known for line in each.restart]
         lines += loop_over_runs(part.products[0], body) if part.products else _loop_over(body)
         lines += [line for each in found for line in each.scale]
     lines += _loop_over(param.rounds) if part.writes_param and param.rounds else []
@@ -231,13 +224,12 @@ def _loop_over(body: list[str]) -> list[str]:
     return ["for i in range(start, start + count):", *(f"    {line}" for line in body)]
 
 
-def _divisor(rule: list[str], known: Sequence[State]) -> str | None:
-    """Returns the local variable, with a root in it, that the param's change is divided by, if it has its own loop.
+def _divisor(rule: list[str], states: Sequence[State]) -> str | None:
+    """Returns the local variable, with a root in it, that the first of two loops puts on the stack for the second.
 
-    The root and its divisions keep one unit of a core busy, and the others encode meanwhile: one state beside each
-    loop's. So all states are in 8 bits, and more than one.
+    So all states are in 8 bits: what the divisor follows from is decoded in the first loop anyway.
     """
-    if len(known) < 2 or not all(each.is_block and each.is_written and not each.is_rounded for each in known):
+    if not all(each.is_block and each.is_written and not each.is_rounded for each in states):
         return None
     for at, line in enumerate(rule):
         target = line.partition(" = ")[0]
@@ -246,12 +238,11 @@ def _divisor(rule: list[str], known: Sequence[State]) -> str | None:
     return None
 
 
-def _body(known: Sequence[State], stored: Sequence[State], rule: list[str], divisor: str | None = None) -> list[str]:
+def _body(known: Sequence[State], rule: list[str], divisor: str | None) -> list[str]:
     """Returns the rule's statements in a loop, with what becomes of each state after its last assignment.
 
     Args:
         known: states whose new values an earlier loop has put on the stack, or that need none.
-        stored: those of them that are stored in this loop.
         divisor: has been put on the stack, too.
     """
     body = list(rule)
@@ -264,8 +255,7 @@ def _body(known: Sequence[State], stored: Sequence[State], rule: list[str], divi
         if each.reread and source.isidentifier():
             # What it was assigned from is on the stack too: this loop need not make it again.
             lines.append(f"{source} = {each.value}")
-        if each in stored:
-            lines.append(f"kept_{each.name} = {each.narrow}")
+        lines.append(f"kept_{each.name} = {each.narrow}")
         if each.is_rounded:
             lines.append(f"{each.value} = {each.widen}")
         body[at + 1 : at + 1] = lines

@@ -179,11 +179,19 @@ def _fill_block_state(state: State, format: BlockFormat, stream: int, new_stream
         return
     state.once += [f"{name}_new = scratch_i32({BLOCK})", "zero = i32(first >> 62)"]
     state.block.append(f"{name}_largest = i32(0)")
-    state.keep = [
-        f"store_f32({name}_new, i - start, {value}, {new_stream})",
-        f"{name}_largest = larger({name}_largest, magnitude_{word}({value}))",
-    ]
-    state.scale = [
+    found = f"larger({name}_largest, to_bits(abs({value})))"
+    if not format.has_sign:
+        # Bits of numbers from 0 on; only a sign makes larger ones, and then another loop looks again.
+        found = f"larger_unsigned({name}_largest, to_bits({value}))"
+        state.scale = [
+            f"if {name}_largest < i32(0):",
+            f"    {name}_largest = i32(0)",
+            "    for i in range(count):",
+            f"        at_least_zero = magnitude_unsigned(load_f32({name}_new, i, {new_stream}))",
+            f"        {name}_largest = larger({name}_largest, at_least_zero)",
+        ]
+    state.keep = [f"store_f32({name}_new, i - start, {value}, {new_stream})", f"{name}_largest = {found}"]
+    state.scale += [
         f"{name}_new_scale = scale_of({name}_largest, {1 / format.largest!r}, {format.largest_scale!r})",
         f"{name}_inverse = inverse_of({name}_new_scale)",
         f"{name}_least = least_of({name}_largest)",

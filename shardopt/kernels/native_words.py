@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -135,6 +136,10 @@ def _larger(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.icmp_signed(">", x, y), x, y)
 
 
+def _larger_unsigned(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.icmp_unsigned(">", x, y), x, y)
+
+
 def _smaller(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.icmp_signed("<", x, y), x, y)
 
@@ -142,7 +147,23 @@ def _smaller(builder: Any, x: Any, y: Any) -> Any:
 add, sub, mul = _make_i32(ir.IRBuilder.add), _make_i32(ir.IRBuilder.sub), _make_i32(ir.IRBuilder.mul)
 both, either, differ = _make_i32(ir.IRBuilder.and_), _make_i32(ir.IRBuilder.or_), _make_i32(ir.IRBuilder.xor)
 shl, shr = _make_i32(ir.IRBuilder.shl), _make_i32(ir.IRBuilder.lshr)
-larger, smaller = _make_i32(_larger), _make_i32(_smaller)
+larger, smaller, larger_unsigned = _make_i32(_larger), _make_i32(_smaller), _make_i32(_larger_unsigned)
+
+
+@intrinsic
+def in_wide_vectors(typing_context: Any) -> Any:
+    """Asks LLVM for vectors of 512 bits in the function that calls this, where the processor has them.
+
+    For Intel's it takes 256 by itself: the first ones with AVX-512 ran at a lower clock rate with more. Those with
+    VBMI2 do not, and an update in 8 bits takes a tenth less. llvmlite knows no attributes with a value.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if get_host_cpu_features().get("avx512vbmi2"):
+            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), emit
 
 
 @intrinsic

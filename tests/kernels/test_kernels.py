@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import llvmlite.binding
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardopt.compilers.native import COMPILE_OPTIONS
 from shardopt.config import Options
 from shardopt.domain.formats import formats_for
 from shardopt.kernels import native_backend, native_step, pool, triton_backend, triton_step
@@ -37,6 +40,7 @@ from shardopt.kernels.formats import (
 from shardopt.kernels.launch import Backend
 from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients, Streams, Tables
+from shardopt.kernels.translate import function_from_source
 from shardopt.rules import rule
 from shardopt.rules.passes import passes_of
 from shardopt.rules.rule import Rule
@@ -435,6 +439,25 @@ def test_elements_beyond_31_bits(numel: int) -> None:
     assert bool((near_param[:count] != 0).any())
     del param, master, states, row_of_block, stream, far
     gc.collect()
+
+
+def test_vectors_are_of_512_bits_where_that_is_no_slower() -> None:
+    """LLVM takes 256 on Intel's processors unless it is asked."""
+    features = llvmlite.binding.get_host_cpu_features()
+    names = native_step._words()
+    text = "def double(count, at):\n    WIDE\n    for i in range(count):\n        x = load_f32(at, i, 0)\n"
+    text += "        store_f32(at, i, x + x, 0)\n"
+    found = {}
+    for word in ("in_wide_vectors()", "pass"):
+        function = function_from_source(text.replace("WIDE", word), "native", names)
+        compiled = numba.njit("void(int64, int64)", **COMPILE_OPTIONS)(function)
+        found[word] = "zmm" in next(iter(compiled.inspect_asm().values()))
+    if features.get("avx512vbmi2"):
+        assert found["in_wide_vectors()"]
+    else:
+        assert found["in_wide_vectors()"] == found["pass"]
+    spec = Spec(passes_of(ADAM_RULE.variant(ADAMW)), FP32, FP32, None, (FP32, FP32))
+    assert native_step.step_source(spec, 0).splitlines()[1].strip() == "in_wide_vectors()"
 
 
 def sparse(numel: int, dtype: torch.dtype) -> torch.Tensor:
