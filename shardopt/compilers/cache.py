@@ -162,9 +162,8 @@ def _surroundings() -> tuple[object, ...] | None:
 
         versions = [__version__, sys.version, *map(metadata.version, ("numba", "llvmlite", "numpy"))]
         package = Path(__file__).parent.parent
-        sources = [
-            path.read_bytes() for room in ("compilers", "kernels") for path in sorted((package / room).glob("*.py"))
-        ]
+        rooms = (package / "compilers", package / "kernels", package / "offload" / "disk")
+        sources = [path.read_bytes() for room in rooms for path in sorted(room.glob("*.py"))]
         settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
         file = Path(".numba_config.yaml")  # which Numba reads
         sources.append(file.read_bytes() if file.exists() else b"")

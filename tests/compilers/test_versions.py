@@ -95,6 +95,8 @@ thread.start()
 thread.join()
 assert {{name: vars(builtins)[name] for name in replaced}} == replaced and sys.path == [folder]
 assert bool((param < 0.95).all()) and "numba" in sys.modules
+from shardopt.offload.disk.checksum import compile_checksum
+compile_checksum()
 """
 SECOND_PROCESS = """
 import os, sys, torch, shardopt
@@ -103,6 +105,8 @@ param = torch.nn.Parameter(torch.ones(300))
 opt = shardopt.ShardedAdamW([param], lr=0.1)
 param.grad = torch.ones(300)
 opt.step()
+from shardopt.offload.checksum import checksum
+assert checksum(torch.ones(99).view(torch.uint8), 4) != checksum(torch.zeros(99).view(torch.uint8), 4)
 assert bool((param < 0.95).all()) and "numba" not in sys.modules
 """
 SWITCHED_OFF = """
