@@ -8,7 +8,7 @@ that is kept (``slot.mark = ...``), which stays what it was. Scenarios run until
 """
 
 import ast
-import copy
+import functools
 import importlib
 import inspect
 import sys
@@ -153,15 +153,16 @@ def _tree(module: str) -> ast.Module:
     return ast.parse((ROOT / "shardopt" / (module.replace(".", "/") + ".py")).read_text())
 
 
-def sites() -> list[Site]:
+@functools.cache
+def sites() -> tuple[Site, ...]:
     """All of them, in the order of the text."""
-    found = []
+    found: list[Site] = []
     for module in MODULES:
         for name, node in _functions(_tree(module)):
             finder = _Finder()
-            finder.visit(copy.deepcopy(node))
+            finder.visit(node)
             found += [Site(module, name, number, text) for number, text in enumerate(finder.found)]
-    return found
+    return tuple(found)
 
 
 @contextmanager

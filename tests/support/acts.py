@@ -292,7 +292,7 @@ class Performance:
         self.model.write(index, new)
         if how == "data":
             self.optimizer.refresh_masters()
-            self.model.follow(self.bound)
+        self.model.follow(self.bound)  # whatever reads a master compares it with its param
         return True
 
     def look(self) -> bool:
