@@ -77,6 +77,16 @@ def ranks() -> Iterator["Pool"]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def ranks_with_frameworks() -> Iterator["Pool"]:
+    """The same; each has imported the frameworks, which takes three seconds of a core, with the process it is of."""
+    from tests.support.ranks import Pool
+
+    pool = Pool(frameworks=True)
+    yield pool
+    pool.close()
+
+
 def pytest_sessionstart() -> None:
     gc.disable()  # what is imported stays
 

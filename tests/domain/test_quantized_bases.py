@@ -300,9 +300,9 @@ def is_not_encoded(kind: str) -> None:
     assert results[0] == results[1]
 
 
-def test_scales_are_not_encoded_on_the_wire(ranks: Pool) -> None:
+def test_scales_are_not_encoded_on_the_wire(ranks_with_frameworks: Pool) -> None:
     for kind in ("wrapped", "attributed"):
-        ranks.run(is_not_encoded, kind, world=2)
+        ranks_with_frameworks.run(is_not_encoded, kind, world=2)
 
 
 def cases() -> Iterator[Any]:
@@ -312,8 +312,8 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "world"), list(cases()))
-def test_a_quantized_base_is_sharded(ranks: Pool, kind: str, world: int, tmp_path: Path) -> None:
+def test_a_quantized_base_is_sharded(ranks_with_frameworks: Pool, kind: str, world: int, tmp_path: Path) -> None:
     package = kind.split()[0]
     if package in ("bitsandbytes", "torchao") and util.find_spec(package) is None:
         pytest.skip("pip install .[frameworks]")
-    ranks.run(trains, kind, str(tmp_path), world=world)
+    ranks_with_frameworks.run(trains, kind, str(tmp_path), world=world)

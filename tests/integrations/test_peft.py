@@ -81,8 +81,8 @@ def trains() -> None:
         opt.close()
 
 
-def test_dora(ranks: Pool) -> None:
-    ranks.run(trains, world=2)
+def test_dora(ranks_with_frameworks: Pool) -> None:
+    ranks_with_frameworks.run(trains, world=2)
 
 
 def quantized() -> Any:
@@ -172,5 +172,5 @@ def qlora(path: str) -> None:
 
 @pytest.mark.skipif(util.find_spec("bitsandbytes") is None, reason="pip install .[frameworks]")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_qlora(ranks: Pool, world: int, tmp_path: Path) -> None:
-    ranks.run(qlora, str(tmp_path), world=world)
+def test_qlora(ranks_with_frameworks: Pool, world: int, tmp_path: Path) -> None:
+    ranks_with_frameworks.run(qlora, str(tmp_path), world=world)

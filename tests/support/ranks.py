@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 
 from tests.support.coverage_contexts import attributed
-from tests.support.fork_servers import fork_server
+from tests.support.fork_servers import fork_server, start_with_frameworks
 from tests.support.parcels import dumps
 
 MAX_WORLD = 8
@@ -69,7 +69,9 @@ class Worker:
 class Pool:
     """Processes kept from test to test; a job at world size N runs on the first N."""
 
-    def __init__(self) -> None:
+    def __init__(self, frameworks: bool = False) -> None:
+        """``frameworks``: they are forked from a process that has imported what ``preload_frameworks.py`` does."""
+        self._frameworks = frameworks
         self._folder = tempfile.TemporaryDirectory(prefix="shardopt-ranks-")
         self._workers: list[Worker] = []
         self._started = 0
@@ -155,7 +157,7 @@ class Pool:
         context = fork_server()
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
-        process.start()
+        start_with_frameworks(process) if self._frameworks else process.start()
         theirs.close()
         return Worker(process, ours, stacks)
 
