@@ -25,7 +25,7 @@ def mixing(seeds: tuple[int, int, int, int], factor: int) -> Callable[..., Any]:
     seed0, seed1, seed2, seed3 = map(np.uint64, seeds)
     left, right = np.uint64(29), np.uint64(35)
 
-    def mixed(address, count, result):  # type: ignore[no-untyped-def]
+    def mixed(address, count, result):
         words = _words_at(address)
         a, b, c, d = seed0, seed1, seed2, seed3
         for i in range(0, count, 4):
