@@ -155,6 +155,7 @@ class Forward:
     def close(self) -> None:
         """Removes all hooks; a backward through an older graph raises from now on."""
         remove_all(self._hooks)
+        self._arrivals.clear()  # whose reducer and sums would live as long as the closed optimizer
         self._state_dicts.close()
         self.is_closed = True
 
