@@ -17,8 +17,10 @@ What else is asked is answered of the whole, which a rank reads from the others 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import numpy as np
@@ -26,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError
 from .fetched_view import as_views, is_collective, makes_views, writes_to
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .norm_table import Norms
 
 aten = torch.ops.aten
+_SLICE = attrgetter("gradient_slice")  # read of many parts at once, in C
 
 
 class GradientPart(Part):
@@ -264,10 +266,10 @@ def _set_item(whole: Tensor, index: Any, value: Any) -> None:
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
-# One-element tensor -> its version when it was read, its number, and the slices that were multiplied by it. Without the
-# slices a collective's write, which changes no version, would go unnoticed. Tests: test_clipping_reads_its_factor_once
-# and test_a_factor_that_changes_is_read_again in tests/tensors/test_gradient.py.
-_READ: MutableMapping[Tensor, tuple[int, Any, set[int]]] = WeakIdKeyDictionary()
+# Id of a living one-element tensor -> the tensor, its version when it was read, its number, and the slices that were
+# multiplied by it. Without the slices a collective's write, which changes no version, would go unnoticed. Tests:
+# test_clipping_reads_its_factor_once and test_a_factor_that_changes_is_read_again in tests/tensors/test_gradient.py.
+_READ: dict[int, tuple[weakref.ref[Tensor], int, Any, set[int]]] = {}
 
 
 def _number(operand: Any, slices: Sequence[GradientSlice]) -> Any:
@@ -281,13 +283,13 @@ def _number(operand: Any, slices: Sequence[GradientSlice]) -> Any:
         return operand
     if type(operand) is not Tensor or operand.is_inference():  # the latter counts no versions
         return operand.item()
-    version, number, known = _READ.get(operand, (None, None, set()))
-    ids = set(map(id, slices))
-    if version != operand._version or not known.isdisjoint(ids):
-        number, known = operand.item(), set()
-        _READ[operand] = operand._version, number, known
-    known |= ids
-    return number
+    key, ids = id(operand), set(map(id, slices))
+    read = _READ.get(key)
+    if read is None or read[1] != operand._version or not read[3].isdisjoint(ids):
+        gone = weakref.ref(operand, lambda _: _READ.pop(key, None))
+        read = _READ[key] = gone, operand._version, operand.item(), set()
+    read[3].update(ids)
+    return read[2]
 
 
 def _is_number(operand: Any) -> bool:
@@ -352,18 +354,17 @@ def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float =
 
 def _whole_slices(parts: Sequence[GradientPart]) -> list[GradientSlice]:
     """Returns ``whole_slice()`` of each part: all or none, as an error in the middle would leave some changed."""
-    slices = [part.gradient_slice for part in parts]
+    slices = list(map(_SLICE, parts))
     for part, each in zip(parts, slices, strict=True):
         if each.part is not part or each.pending is not None:  # an alias, or an error
             part.whole_slice()
     return slices
 
 
-def _apart(tensors: Sequence[Tensor]) -> tuple[list[GradientPart], list[Tensor]]:
+def _apart(tensors: list[Tensor]) -> tuple[list[GradientPart], list[Tensor]]:
     """Returns the parts of a list, and the other tensors."""
-    kinds = {type(tensor) for tensor in tensors}
-    if kinds == {GradientPart}:
-        return cast(list[GradientPart], list(tensors)), []
+    if {*map(type, tensors)} == {GradientPart}:  # nearly always
+        return tensors, []  # type: ignore[return-value]
     return [each for each in tensors if isinstance(each, GradientPart)], [
         each for each in tensors if not isinstance(each, GradientPart)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakValueDictionary
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from .norm_table import Array
 
-_TABLE, _ROW = map(attrgetter, ("table", "row"))  # read of many slices at once, in C
+# Read of many slices at once, in C.
+_TABLE, _ROW, _TOTAL, _DIVISOR = map(attrgetter, ("table", "row", "total", "divisor"))
 
 
 class Fetch(Protocol):
@@ -266,11 +267,11 @@ def divide_all(slices: Sequence[GradientSlice]) -> None:
         each.undivided, each.is_moving = None, True
         if each.was_read:
             each.keep_mean()
-    for divisor in {each.divisor for each in slices} - {1}:
-        some = [each for each in slices if each.divisor == divisor]
-        for totals in _totals_by_dtype(some):
-            _divide(totals, divisor)
-        for each in some:
+    for divisor in {*map(_DIVISOR, slices)} - {1}:
+        undivided = [each for each in slices if each.divisor == divisor]
+        for _, _, some in _by_table(undivided):
+            _divide(list(map(_TOTAL, some)), divisor)
+        for each in undivided:
             each.divisor = 1
 
 
@@ -292,13 +293,15 @@ def _scale(
     scale_norms: Callable[[NormTable, Sequence[int], float], None],
 ) -> None:
     divide_all(slices)
-    for totals in _totals_by_dtype(slices):
-        scale(totals, number)
-    for table, rows in _edited(slices, [name, number]):
-        scale_norms(table, rows, number)
+    by_table = _by_table(slices)
+    for _, _, some in by_table:
+        scale(list(map(_TOTAL, some)), number)
+    _note_edit(slices, [name, number])
+    for table, _, some in by_table:
+        scale_norms(table, list(map(_ROW, some)), number)
         # A scaling of gradients whose norms may not show it, as they are not known.
-        for each in slices if table.edits else ():
-            if each.table is table and each.number in table.edits:
+        for each in some if table.edits else ():
+            if each.number in table.edits:
                 table.edits.note(each.number, f"{name} {number!r}")
 
 
@@ -322,9 +325,10 @@ def zero(slices: Sequence[GradientSlice]) -> None:
     torch._foreach_zero_([each.total for each in slices])
     for each in slices:
         each.edits, each.pending, each.undivided = [], None, None
-    for table, rows in _edited(slices, ["zero_"], follows=True):
-        table.zero(rows)
-        table.edits.forget([each.number for each in slices])
+    _note_edit(slices, ["zero_"], follows=True)
+    for table, _, some in _by_table(slices):
+        table.zero(list(map(_ROW, some)))
+        table.edits.forget([each.number for each in some])
 
 
 def clamp(slices: Sequence[GradientSlice], low: float | None = None, high: float | None = None) -> None:
@@ -337,8 +341,9 @@ def clamp(slices: Sequence[GradientSlice], low: float | None = None, high: float
         torch._foreach_clamp_max_(totals, high)
     for name, bound in (("clamp_min_", low), ("clamp_max_", high)):
         if bound is not None:
-            for table, rows in _edited(slices, [name, bound]):
-                table.forget(rows)
+            _note_edit(slices, [name, bound])
+            for table, _, some in _by_table(slices):
+                table.forget(list(map(_ROW, some)))
             for each in slices:
                 each.table.edits.note(each.number, f"{name} {bound!r}")
 
@@ -359,15 +364,15 @@ def change(gradient_slice: GradientSlice, by: Callable[[Tensor], object], text: 
     except BaseException:  # torch looks at its arguments before it writes
         settle([gradient_slice])
         raise
-    for table, rows in _edited([gradient_slice], [UNREPEATABLE, text], follows=True):
-        table.forget(rows)
+    _note_edit([gradient_slice], [UNREPEATABLE, text])
+    gradient_slice.norms = None
     gradient_slice.table.edits.note(gradient_slice.number, text, wholes)
 
 
 def set_norms(slices: Sequence[GradientSlice], two: Array, largest: Array, nonfinite: Array) -> None:
     """Sets the norms of new means: 1D [slices] each. ``largest`` is rounded as the slices are."""
-    for table, (places, rows) in _by_table(slices).items():
-        table.fill(rows, two[places], largest[places], nonfinite[places])
+    for table, places, some in _by_table(slices):
+        table.fill(list(map(_ROW, some)), two[places], largest[places], nonfinite[places])
     for each in slices:
         if each._lent is not None:
             each.follow_writes()
@@ -378,25 +383,17 @@ def norms_of(slices: Sequence[GradientSlice]) -> tuple[Array, Array, Array] | No
 
     None if those of one are not known.
     """
-    tables = _by_table(slices)
-    for table, (_, rows) in tables.items():
+    (two, largest), nonfinite = np.empty((2, len(slices))), np.empty(len(slices), np.int64)
+    for table, places, some in _by_table(slices):
+        rows = list(map(_ROW, some))
         if False in table.known[rows]:
             return None
-    if _written(slices):
-        return None
-    if len(tables) == 1:
-        ((table, (_, rows)),) = tables.items()
-        return table.two[rows], table.largest[rows], table.nonfinite[rows]
-    two, largest, nonfinite = np.empty(len(slices)), np.empty(len(slices)), np.empty(len(slices), np.int64)
-    for table, (places, rows) in tables.items():
         two[places], largest[places], nonfinite[places] = table.two[rows], table.largest[rows], table.nonfinite[rows]
-    return two, largest, nonfinite
+    return None if _written(slices) else (two, largest, nonfinite)
 
 
-def _edited(
-    slices: Sequence[GradientSlice], edit: list[Any], follows: bool = False
-) -> Iterator[tuple[NormTable, list[int]]]:
-    """Notes an edit of these slices. Yields the rows of their norms, by table.
+def _note_edit(slices: Sequence[GradientSlice], edit: list[Any], follows: bool = False) -> None:
+    """Notes an edit of these slices, and shows it to other ranks; the caller sets the norms.
 
     Args:
         follows: the norms that the caller writes are those of all elements, whoever wrote them before.
@@ -410,8 +407,6 @@ def _edited(
             each.follow_writes()
         else:
             each.norms = None
-    for table, (_, rows) in _by_table(slices).items():
-        yield table, rows
 
 
 def _move(slices: Sequence[GradientSlice]) -> None:
@@ -427,22 +422,16 @@ def _written(slices: Sequence[GradientSlice]) -> list[GradientSlice]:
     return [each for each in slices if (each._lent is not None or each._is_aliased) and each.was_written]
 
 
-def _by_table(slices: Sequence[GradientSlice]) -> dict[NormTable, tuple[Sequence[int], list[int]]]:
-    """Returns, by table, the indices in ``slices`` of those whose norms it holds, and their rows."""
-    tables = dict.fromkeys(map(_TABLE, slices))
+def _by_table(slices: Sequence[GradientSlice]) -> list[tuple[NormTable, Any, Sequence[GradientSlice]]]:
+    """Returns each table, the indices in ``slices`` of those whose norms it holds, and these, whose dtype is one."""
+    tables = list(dict.fromkeys(map(_TABLE, slices)))
     if len(tables) == 1:  # nearly always
-        return {table: (range(len(slices)), list(map(_ROW, slices))) for table in tables}
-    found: dict[NormTable, tuple[Sequence[int], list[int]]] = {}
+        return [(tables[0], slice(None), slices)]
+    found: list[tuple[NormTable, Any, Sequence[GradientSlice]]] = []
     for table in tables:
         places = [place for place, each in enumerate(slices) if each.table is table]
-        found[table] = places, [slices[place].row for place in places]
+        found.append((table, places, [slices[place] for place in places]))
     return found
-
-
-def _totals_by_dtype(slices: Sequence[GradientSlice]) -> Iterator[list[Tensor]]:
-    totals = [each.total for each in slices]
-    for dtype in {total.dtype: None for total in totals}:
-        yield [total for total in totals if total.dtype is dtype]
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:

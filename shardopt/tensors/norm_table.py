@@ -5,7 +5,7 @@ Clipping, unscaling and zeroing change all rows by the same factor, so they do i
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,27 +16,11 @@ import torch
 from .edits import Edits
 
 Array = np.ndarray[Any, Any]
-Rounding = Callable[[Array], Array]
 
 
 def fp32(number: float) -> float:
     """Rounds to the nearest fp32 value, as kernels that scale do with a factor."""
     return ctypes.c_float(number).value
-
-
-def _to_fp32(numbers: Array) -> Array:
-    """Rounds float64 to the nearest fp32 values; too large ones to infinity."""
-    with np.errstate(over="ignore"):
-        return numbers.astype(np.float32).astype(np.float64)
-
-
-def _to_bf16(numbers: Array) -> Array:
-    """Rounds float64 to the nearest fp32 values and those to the nearest bf16 values, ties to even. None may be NaN."""
-    bits = _to_fp32(numbers).astype(np.float32).view(np.uint32)
-    return (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
-
-
-_ROUNDINGS: dict[torch.dtype, Rounding] = {torch.float32: _to_fp32, torch.bfloat16: _to_bf16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +52,7 @@ class NormTable:
             edits: where changes are noted that these norms do not show.
         """
         self.edits = Edits() if edits is None else edits
-        self._rounded = _ROUNDINGS[dtype]
+        self._dtype = dtype
         self._numels = np.array(numels, np.int64)
 
     # Made in the first round, and not at binding, where params have moved already: an error would come too late. Test:
@@ -102,7 +86,7 @@ class NormTable:
 
     def fill(self, rows: Sequence[int], two: Array, largest: Array, nonfinite: Array) -> None:
         """Sets the norms of new gradients; ``largest`` is rounded as the slices are."""
-        is_rounded = self._rounded is _to_fp32 and largest.dtype == np.float32  # nearly always
+        is_rounded = self._dtype is torch.float32 and largest.dtype == np.float32  # nearly always
         self.two[rows], self.nonfinite[rows] = two, nonfinite
         self.largest[rows] = largest if is_rounded else self._rounded(largest)
         self.known[rows] = True
@@ -131,6 +115,11 @@ class NormTable:
     def forget(self, rows: Sequence[int]) -> None:
         """Norms are not known any more."""
         self.known[rows] = False
+
+    def _rounded(self, numbers: Array) -> Array:
+        """Rounds float64 to the nearest fp32 values, and those as the slices are; too large ones to infinity."""
+        fp32 = torch.from_numpy(numbers).float()  # in torch: NumPy warns of an overflow
+        return fp32.to(self._dtype).double().numpy()
 
     def _set(self, rows: Sequence[int], two: Array, largest: Array) -> None:
         is_known = largest < np.inf  # else the number of elements that are infinite now is unknown
