@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .formats import format_of
-from .native_step import SUMS, compile_step
+from .native_step import compile_step
 from .native_sums import (
     compile_add_blocks,
     compile_block_sums,
@@ -65,9 +65,8 @@ def run(spec: Spec, number: int, streams: Streams, tables: Tables) -> None:
         return
     for first in range(0, gradients.num_blocks, _BLOCKS_SUMMED):
         count = min(first + _BLOCKS_SUMMED, gradients.num_blocks) - first
-        sums = [zero_sums(count) for _ in totals]
-        columns = [getattr(each, name) for each in sums for name in SUMS]
-        at = [column.data_ptr() - first * column.element_size() for column in columns]
+        sums = [BlockSums(count) for _ in totals]
+        at = [address for each in sums for address in each.addresses(first)]
         run_over_blocks(partial(_run_from, kernel, first, [*arguments, *at]), count)
         for each, into in zip(sums, totals, strict=True):
             add_blocks(each, gradients.row_of_block, into, first)
@@ -98,20 +97,15 @@ def add_margin_sums(pieces: Sequence[MarginPiece], factors: Factors) -> None:
     run_each([partial(add, each) for each in sorted(pieces, key=lambda each: -each.grad.numel())])
 
 
-def zero_sums(num_blocks: int) -> BlockSums:
-    kinds = (np.int64, np.int32, np.int32, np.int32)
-    return BlockSums(*(torch.from_numpy(np.zeros(num_blocks, kind)) for kind in kinds))
-
-
 def block_sums(
     grad: Format, gradients: Gradients, factors: Factors, first: int = 0, last: int | None = None
 ) -> BlockSums:
     """Sums up blocks [first, last) of the table, by default all."""
     kernel, last = compile_block_sums(grad), gradients.num_blocks if last is None else last
-    sums = zero_sums(last - first)
+    sums = BlockSums(last - first)
     tables = (gradients.row_of_block.data_ptr(), gradients.rows.data_ptr())
     numbers = (np.float32(factors.divisor), np.float32(factors.unscale))
-    pointers = [column.data_ptr() - first * column.itemsize for column in sums]
+    pointers = sums.addresses(first)
     run_over_blocks(lambda start, stop: kernel(first + start, first + stop, *tables, *numbers, *pointers), last - first)
     return sums
 
@@ -120,7 +114,7 @@ def add_blocks(sums: BlockSums, row_of_block: torch.Tensor, totals: torch.Tensor
     """Adds the sums of blocks, from block ``first`` of the table on, to the rows that they belong to."""
     rows = row_of_block.data_ptr() + first * row_of_block.itemsize
     add = compile_add_blocks()
-    add(sums.mantissa.shape[0], rows, *map(_ADDRESS, sums), totals.data_ptr())
+    add(sums.num_blocks, rows, *sums.addresses(), totals.data_ptr())
 
 
 def add_totals(grad: Format, gradients: Gradients, factors: Factors, totals: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ order. Only the total is rounded, once, to float64.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,30 @@ _BASE = 2 - 306  # the binary exponent of bit 0 of limb 0
 _LIMB_WEIGHTS = np.ldexp(1.0, LIMB_BITS * np.arange(LIMBS) + _BASE)
 
 
-class BlockSums(NamedTuple):
-    """The results of one pass over the gradients of a shard, for each of its blocks."""
+class BlockSums:
+    """The results of one pass over the gradients of a shard, for each of its blocks: zeros at first.
 
-    mantissa: torch.Tensor  # 1D [num_blocks] int64: S, the finite elements' squares
-    exponent: torch.Tensor  # 1D [num_blocks] int32: E
-    largest: torch.Tensor  # 1D [num_blocks] int32: bits of the largest finite magnitude
-    nonfinite: torch.Tensor  # 1D [num_blocks] int32: count of Inf and NaN
+    Their columns, 1D [num_blocks] each, lie in one piece of memory, as each piece costs the host time::
+
+        mantissa   int64   S, the finite elements' squares
+        exponent   int32   E
+        largest    int32   bits of the largest finite magnitude
+        nonfinite  int32   count of Inf and NaN
+    """
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self._memory = torch.from_numpy(np.zeros(5 * num_blocks, np.int32))  # in NumPy: see native_backend.py
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        mantissa, *others = self._memory.split([2 * self.num_blocks, *[self.num_blocks] * 3])
+        return mantissa.view(torch.int64), *others
+
+    def addresses(self, first: int = 0) -> list[int]:
+        """Returns where each column would begin if these blocks were those from ``first`` on."""
+        at, count = self._memory.data_ptr(), self.num_blocks
+        return [at - 8 * first, *[at + 4 * (number * count - first) for number in (2, 3, 4)]]
 
 
 def new_totals(num_rows: int, device: torch.device) -> torch.Tensor:

@@ -157,6 +157,8 @@ def read_together(
     for each in tables:
         if each.device.type != "cpu":
             by_device.setdefault(each.device, []).append(each)
+    if not by_device:
+        return list(tables)
     copies = {
         device: iter(read(_joined(some)).split([each.numel() for each in some])) for device, some in by_device.items()
     }

@@ -193,7 +193,8 @@ class Report:
     @property
     def held_apart(self) -> Array:
         """1D [params] bool: True if some ranks held such a gradient and others did not."""
-        return self.held & (self._params[:, _HELD] < self._layout.ranks)
+        count = self._params[:, _HELD]
+        return (count > 0) & (count < self._layout.ranks)
 
     @property
     def late(self) -> Array:

@@ -65,24 +65,25 @@ class GradientTotals:
         Args:
             divisor: of each sum.
         """
-        found = list(self._measure_all(divisor))
-        measured = [totals for *_, totals in found]
+        if self._joined is None:
+            self._joined, self._places = list(self._join()), {}
+        # Of each launch what it is told by, the params of each row, and the totals.
+        launches: list[tuple[int | Shard, Array]] = []
+        measured: list[torch.Tensor] = []
+        for number, (grad, table, params) in enumerate(self._joined):
+            launches += ((number, params),)
+            measured += (totals_of(grad, table, Factors(divisor)),)
+        for shard in self._early:
+            totals = self._early[shard]
+            if totals is not None:
+                launches += ((shard, self._params[shard]),)
+                measured += (totals,)
         if report.device.type == "cpu":
             measured = read_together(measured)
-        for (launch, params, _), totals in zip(found, measured, strict=True):
+        for (launch, params), totals in zip(launches, measured, strict=True):
             if launch not in self._places:
                 self._places[launch] = sent(torch.from_numpy(layout.places(params)), report.device)
             report.index_add_(0, self._places[launch], totals.view(-1).to(report.device))
-
-    def _measure_all(self, divisor: int) -> Iterator[tuple[int | Shard, Array, torch.Tensor]]:
-        """Yields of each launch what it is told by, the params of each row, and the totals."""
-        if self._joined is None:
-            self._joined, self._places = list(self._join()), {}
-        for number, (grad, table, params) in enumerate(self._joined):
-            yield number, params, totals_of(grad, table, Factors(divisor))
-        for shard, totals in self._early.items():
-            if totals is not None:
-                yield shard, self._params[shard], totals
 
     def _join(self) -> Iterator[tuple[Format, Gradients, Array]]:
         alike: dict[tuple[Format, torch.device], list[Shard]] = {}

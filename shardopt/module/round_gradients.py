@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import compress
+from operator import attrgetter
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,12 +39,14 @@ if TYPE_CHECKING:
     from ..domain.shard import Shard
     from ..partition.reducer import Reducer
     from .arrivals import Taker
+    from .closure import ClosureState
     from .gradient_weights import GradientWeights
     from .syncing import Syncing
 
 # The references to a part that only its slice refers to, while all parts are counted in one list.
 _UNSHARED = next(map(getrefcount, [object()])) + 1
 _REPORTING = "telling norms of gradients"
+_OUTER = attrgetter("outer")  # read of many params, in C
 
 
 def _left(report: Report) -> CommunicationError:
@@ -121,17 +125,12 @@ class RoundGradients:
         """The slices of all gradients."""
         return [entry.gradient_slice for entry in self.entries if entry.gradient_slice is not None]
 
-    @property
-    def _gradients(self) -> list[torch.Tensor | None]:
-        """What ``param.grad`` is now, of each of ``entries``."""
-        return list(map(gradient_in, [entry.outer for entry in self.entries]))
-
     # -- params ----------------------------------------------------------------------------------------------------
 
     def attach(self, entries: Sequence[ParamRecord], taker: Taker, syncing: Syncing) -> None:
         """Takes the gradients of params that were just bound, which the hooks give to ``taker``."""
         assert self.domain.reducer is not None
-        self.reducer = self.domain.reducer
+        self.reducer, self._device = self.domain.reducer, self.domain.device
         if self.release is None:
             _make_slices(self.domain, entries, syncing)
         by_shard: dict[Shard, list[int]] = {}
@@ -166,7 +165,7 @@ class RoundGradients:
 
     # -- to the reducer --------------------------------------------------------------------------------------------
 
-    def begin(self, divisor: int, stage: int | None) -> None:
+    def begin(self, divisor: int, stage: int | None, closure: ClosureState) -> None:
         """Begins a round, see :meth:`Rounds._begin`."""
         self._divisor, self.stage = divisor, stage
         if self.weights.in_use and self.weights.is_on:
@@ -177,7 +176,7 @@ class RoundGradients:
         held: list[set[int]] = [set() for _ in self.reducer.buckets]
         absent: list[set[int]] = [set() for _ in self.reducer.buckets]
         fresh: list[int] = []  # gradients that begin anew
-        for entry, grad in zip(self.entries, self._gradients, strict=True):
+        for entry, grad in zip(self.entries, map(gradient_in, map(_OUTER, self.entries)), strict=True):
             gradient_slice = entry.gradient_slice
             # A sum that is used at once waits for what micro-batches brought before the param was frozen.
             if not entry.outer.requires_grad and (gradient_slice is not None or grad is None):
@@ -200,7 +199,7 @@ class RoundGradients:
         if self.domain.edits:
             self.domain.edits.forget(fresh)
         reducer = self.reducer
-        awaited = reducer.start_round(held, absent, stage)
+        awaited = reducer.start_round(held, absent, stage, closure.number if closure.is_on else 0)
         for number, bucket in self._buckets.items():
             bucket.begin(awaited[number], reducer)
         self._late_buckets = frozenset()
@@ -312,7 +311,9 @@ class RoundGradients:
             if bucket.missing:
                 bucket.hand_over()
             bucket.missing = 0
-        for number, (entry, grad) in enumerate(zip(self.entries, self._gradients, strict=True)):
+        for number, (entry, grad) in enumerate(
+            zip(self.entries, map(gradient_in, map(_OUTER, self.entries)), strict=True)
+        ):
             if grad is None:
                 continue
             held[number] = shown_slice(entry) is not None
@@ -324,7 +325,7 @@ class RoundGradients:
 
     def _report(self, problem: Exception | None, is_spoilt: bool) -> Report:
         """Collective: adds up the reports of all ranks, which show all of them if a rank has a problem."""
-        mesh, device, report = self.domain.mesh, self.domain.device, Report(self.layout)
+        mesh, device, report = self.domain.mesh, self._device, Report(self.layout)
         report.fill_flags(*self._flags)
         if is_spoilt:
             report.mark_spoilt()
@@ -349,7 +350,7 @@ class RoundGradients:
             report.vector.copy_(mesh.world.read(vector, _REPORTING))  # the one wait of a backward
         if problem is not None:
             raise problem
-        if report.failed:
+        if report.told and report.failed:
             raise _left(report)
         if True in report.held_apart:
             name = self.entries[int(report.held_apart.argmax())].name
@@ -378,18 +379,14 @@ class RoundGradients:
         if self.weights.in_use and self.weights.is_on:  # what was measured are sums
             divisor = self.weights.divisor
             two, largest = two / divisor, largest / divisor
-        shown = (report.present | report.held).nonzero()[0]
-        measured = np.zeros(len(self.entries), dtype=bool)
-        for number, bucket in self._buckets.items():
-            if self.stage is None or reducer.reduces(number, self.stage) or number in self._late_buckets:
-                measured[bucket.numbers] = True
+        held = report.held
+        shown = (report.present | held).nonzero()[0]
         rounds, slices = reducer.rounds, list[GradientSlice]()
         to_show: list[tuple[ParamRecord, GradientSlice]] = []
-        for number, is_held in zip(shown.tolist(), report.held[shown].tolist(), strict=True):
+        for number, is_held in zip(shown.tolist(), held[shown].tolist(), strict=True):
             entry = self.entries[number]
             gradient_slice = entry.gradient_slice
-            if gradient_slice is None:
-                continue
+            assert gradient_slice is not None  # nothing is released
             gradient_slice.divisor, gradient_slice.is_used, gradient_slice.has_mean = divisor, False, True
             # Every rank has come to this round: an older gradient is read of copies alone.
             gradient_slice.round, gradient_slice.edit_count, gradient_slice.was_read = rounds, 0, False
@@ -405,10 +402,11 @@ class RoundGradients:
             else:
                 entry.show_gradient(GradientPart(own, entry.param))
         settle(slices)
-        numbers = shown[measured[shown]]
-        found = [self.entries[number].gradient_slice for number in numbers.tolist()]
-        slices = [each for each in found if each is not None]
-        set_norms(slices, two[numbers], largest[numbers], counts[numbers])
+        if self.stage is not None:  # other stages' sums were not measured, and have their norms still
+            numbers = [self.entries[number].shard.number for number in shown.tolist()]
+            is_new = [reducer.reduces(number, self.stage) or number in self._late_buckets for number in numbers]
+            shown, slices = shown[is_new], list(compress(slices, is_new))
+        set_norms(slices, two[shown], largest[shown], counts[shown])
 
 
 def _make_slices(domain: Domain, entries: Sequence[ParamRecord], syncing: Syncing) -> None:

@@ -107,6 +107,7 @@ class Rounds:
     Attributes:
         main: the gradients of the main domain.
         parts: those of all domains in the order in which rounds end, the same on all ranks: the main one is the last.
+        bound: those of ``parts`` whose domain holds params.
         release: what uses sums within backward; None: ``param.grad`` shows them.
         syncing: whether the backward that runs is a round.
         is_in_forward: True from the beginning of a forward that a backward can follow to its end; one that raises has
@@ -122,7 +123,7 @@ class Rounds:
         self.turn, self.closure, self.release, self.weights = main.turn, owner.closure, release, GradientWeights()
         self.main = RoundGradients(main, self.weights, release)
         self.main.has_stages = has_stages
-        self.parts = [self.main]
+        self.parts, self.bound = [self.main], list[RoundGradients]()
         self.syncing, self.is_in_forward = Syncing(), False
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self._is_fresh = False  # what gradients there are have been zeroed, and none was added
@@ -143,6 +144,7 @@ class Rounds:
     def attach(self, domain: Domain, entries: Sequence[ParamRecord]) -> None:
         """Takes the gradients of params that were just bound, from now on."""
         next(each for each in self.parts if each.domain is domain).attach(entries, self, self.syncing)
+        self.bound = [each for each in self.parts if each.entries]
         if domain is self.main.domain:
             self.turn.reducer = domain.reducer
         for entry in entries:
@@ -155,7 +157,7 @@ class Rounds:
         for each in self.parts:
             each.detach()
         self.weights.detach()
-        self.turn.reducer = None
+        self.bound, self.turn.reducer = [], None
         self.syncing.is_on = False  # the user may still run backward through an older graph
 
     # -- the state of a round --------------------------------------------------------------------------------------
@@ -172,11 +174,6 @@ class Rounds:
         """True if a round is open."""
         reducer = self.turn.reducer
         return reducer is not None and reducer.is_open
-
-    @property
-    def bound(self) -> list[RoundGradients]:
-        """Those of ``parts`` whose domain holds params."""
-        return [each for each in self.parts if each.domain.reducer is not None]
 
     def check_reduced(self) -> None:
         """Raises ShardoptError if a round was abandoned."""
@@ -273,8 +270,7 @@ class Rounds:
             self.weights.begin_round(any(shown_slice(entry) is not None for entry in self.entries), self._is_fresh)
         with torch._C.DisableTorchFunctionSubclass():  # params may be resharded: see finish()
             for each in reversed(self.bound):
-                each.reducer.set_closure(self.closure.number if self.closure.is_on else 0)
-                each.begin(divisor, stage if each is self.main else None)
+                each.begin(divisor, stage if each is self.main else None, self.closure)
         self._lost = None
         if self.main.domain.sharded is not None:
             self.main.domain.sharded.gatherer.passes.tell_past()
@@ -381,11 +377,14 @@ class Rounds:
         """
         if not self.is_open:  # abandoned since autograd was asked for this call
             return
+        if torch.is_grad_enabled():  # in hardly any backward
+            with torch.no_grad():
+                return self.finish(problem)
         domain, owner = self.main.domain, self._owner()
         try:
             # Params may be resharded by now; without this, reading any of their attributes would run the guard's
             # checks.
-            with torch.set_grad_enabled(False), torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():
                 if domain.sharded is not None:  # first: another rank may need a unit for what is reduced next
                     domain.gatherer.passes.join_remaining()
                 if self.release is not None:
@@ -416,7 +415,7 @@ class Rounds:
                 each.abandon()
                 problem = problem or error
         report = self.main.reduce(problem, is_spoilt)
-        if report.told or self.weights.is_on:
+        if report.told or (self.weights.in_use and self.weights.is_on):
             self.weights.settle(report.weights)
         for each in self.parts if len(self.parts) > 1 else ():
             each.mark_spoilt(report.spoilt)

@@ -116,6 +116,7 @@ class Reducer:
         self._ordered: set[int | None] = set()  # the stages of which the ranks have agreed on the order
         self.rounds = 0  # rounds that all ranks finished
         self._windows: list[Window | None] = []  # on the sums, for the ranks that replicate them
+        self._spreads = False  # sums go to such ranks
         # Params that each bucket waits for: all, or those of which this rank ever had a gradient.
         self._seen: list[set[int]] = []
         self._filling: list[_Filling] = []
@@ -137,6 +138,9 @@ class Reducer:
     def add(self, bucket: GradientBucket, window: Window | None, pipeline_stage: int = 0) -> int:
         """Adds a bucket, between rounds, of this pipeline stage. Returns its number."""
         self._windows.append(window)
+        self._spreads = self._spreads or (window is not None and self._mesh.replicate.size > 1)
+        if not self.buckets:
+            self._sums = StreamUses(bucket.device)
         self.buckets.append(bucket)
         self._shares.append(self._reduce_scatter.share(bucket.dtype))
         self._order.append(len(self.buckets) - 1)
@@ -176,7 +180,11 @@ class Reducer:
         return pipeline_stage is None or self._pipeline_stages[number] == pipeline_stage
 
     def start_round(
-        self, held: Sequence[AbstractSet[int]], absent: Sequence[AbstractSet[int]], pipeline_stage: int | None = None
+        self,
+        held: Sequence[AbstractSet[int]],
+        absent: Sequence[AbstractSet[int]],
+        pipeline_stage: int | None = None,
+        closure: int = 0,
     ) -> list[int]:
         """Starts a round, and forgets an unfinished one. Returns how many gradients each bucket waits for.
 
@@ -184,6 +192,7 @@ class Reducer:
             held: by bucket, the params whose sum of earlier rounds this round adds to.
             absent: by bucket, params that get no gradient any more: they were frozen.
             pipeline_stage: whose buckets are reduced; None: all. The same on all ranks.
+            closure: of a step, in which the round is, counted from 1 on all ranks; 0: in none.
         """
         self._pipeline_stage, self._adds = pipeline_stage, any(held)
         self._round_order = list(self._order)
@@ -202,9 +211,8 @@ class Reducer:
         self.is_reduced, self._left = False, None
         self._reducing.clear()
         for mechanism in self._mechanisms:
-            mechanism.start_round(self.rounds)
-        if self.buckets:
-            self._sums = StreamUses(self.buckets[0].device)
+            mechanism.start_round(self.rounds, closure)
+        if self._sums.has_streams:
             self._sums.mark()  # this stream may have scaled them, and waited for an abandoned round
         if self._adds:
             self._prefetch_next()
@@ -417,13 +425,13 @@ class Reducer:
         while self._started < len(self._round_order):
             self._start(self._round_order[self._started])
         ended = self._reduce_scatter.finish()
-        spreads = self._mesh.replicate.size > 1 and any(window is not None for window in self._windows)
-        self.is_reduced = not spreads  # else the other ranks wait for that first
+        self.is_reduced = not self._spreads  # else the other ranks wait for that first
         self._recycle(ended)
-        numbers = sorted(self._round_order)
-        self._sum_across(numbers, [bool(self._filling[number].held) for number in numbers])
+        if self._spreads:
+            numbers = sorted(self._round_order)
+            self._sum_across(numbers, [bool(self._filling[number].held) for number in numbers])
         self._wait_for_copies()
-        for number in numbers:
+        for number in self._round_order:
             filling, seen = self._filling[number], self._seen[number]
             if not self.buckets[number].sink.accumulates:
                 continue
@@ -454,13 +462,12 @@ class Reducer:
             late, filling.late = filling.late.keys(), {}
             self._start_reduction(number, buffer, add, late)
         self._recycle(self._reduce_scatter.finish())
-        self._sum_across(numbers, adds)
+        if self._spreads:
+            self._sum_across(numbers, adds)
         self._wait_for_copies()
 
     def _sum_across(self, numbers: Sequence[int], add: Sequence[bool]) -> None:
         windows = [window for number in numbers if (window := self._windows[number]) is not None]
-        if self._mesh.replicate.size == 1 or not windows:
-            return
         if self._across is not None:
             for number, each in zip(numbers, add, strict=True):
                 sink = self.buckets[number].sink
@@ -519,11 +526,6 @@ class Reducer:
         self._filling, self._left = [], None  # its traceback refers to this object
         self._reducing.clear()
         self.is_open = False
-
-    def set_closure(self, closure: int) -> None:
-        """See :meth:`ReduceScatter.set_closure`."""
-        for mechanism in self._mechanisms:
-            mechanism.set_closure(closure)
 
     def fail_closure(self, closure: int) -> None:
         """See :meth:`ReduceScatter.fail_closure`."""

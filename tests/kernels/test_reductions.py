@@ -69,7 +69,8 @@ def reference(block: np.ndarray) -> tuple[int, int, int]:
 
 def exact(sums: BlockSums, rows: Sequence[int] | None = None, row: int = 0) -> Fraction:
     """What the mantissas and exponents of all blocks stand for, or of those of one row."""
-    triples = zip(sums.mantissa.tolist(), sums.exponent.tolist(), rows or [row] * sums.mantissa.numel(), strict=True)
+    mantissas, exponents, *_ = sums.columns
+    triples = zip(mantissas.tolist(), exponents.tolist(), rows or [row] * sums.num_blocks, strict=True)
     return sum(
         (mantissa * Fraction(2) ** (2 * max(exponent, 1) - 306) for mantissa, exponent, of in triples if of == row),
         Fraction(0),
@@ -193,10 +194,10 @@ def test_the_divisor_is_divided_by(fmt: Format, divisor: float) -> None:
 
 def made_up(mantissas: Sequence[int], exponents: Sequence[int]) -> BlockSums:
     """Sums that no kernel made."""
-    zeros = torch.zeros(len(mantissas), dtype=torch.int32)
-    return BlockSums(
-        torch.tensor(mantissas, dtype=torch.int64), torch.tensor(exponents, dtype=torch.int32), zeros, zeros
-    )
+    found = BlockSums(len(mantissas))
+    mantissa, exponent, *_ = found.columns
+    mantissa[:], exponent[:] = torch.tensor(mantissas, dtype=torch.int64), torch.tensor(exponents, dtype=torch.int32)
+    return found
 
 
 @triton.jit
@@ -234,7 +235,7 @@ def added_natively(sums: BlockSums, rows: Sequence[int], num_rows: int) -> torch
 
 def added_by_triton(sums: BlockSums, rows: Sequence[int], num_rows: int) -> torch.Tensor:
     totals, row_of_block = new_totals(num_rows, torch.device("cpu")), torch.tensor(rows, dtype=torch.int32)
-    columns = (row_of_block, sums.mantissa, sums.exponent, sums.largest, sums.nonfinite)
+    columns = (row_of_block, *sums.columns)
     constants = {"COLUMNS": COLUMNS, "LARGEST": LARGEST_AT, "NONFINITE": NONFINITE, "LIMB_BITS": LIMB_BITS}
     device = next(device for backend, device in BACKENDS if backend is triton_backend)
     there = totals.to(device)
@@ -347,7 +348,8 @@ def test_many_rows() -> None:
     sums = made_up(mantissas.tolist(), exponents.tolist())
     largest = torch.randint(0, 0x7F800000, (5000,), generator=generator).int()
     nonfinite = torch.randint(0, BLOCK + 1, (5000,), generator=generator).int()
-    sums = sums._replace(largest=largest, nonfinite=nonfinite)
+    for column, values in zip(sums.columns[2:], (largest, nonfinite), strict=True):
+        column[:] = values
     native, of_triton = (add(sums, rows.tolist(), 3000) for add in ADDED.values())
     assert torch.equal(native, of_triton)
     for row in range(0, 3000, 7):
@@ -418,7 +420,8 @@ def test_the_divisor_comes_first() -> None:
     """A sum whose mean fits is no overflow, though the product with the other factor alone would be one."""
     gradients, _grad = lone(torch.tensor([3e38, 1.0]))
     sums = native_backend.block_sums(FP32, gradients, Factors(divisor=4.0, unscale=2.0))
-    assert sums.nonfinite.tolist() == [0] and sums.largest.view(torch.float32).tolist() == [torch.tensor(1.5e38)]
+    _, _, largest, nonfinite = sums.columns
+    assert nonfinite.tolist() == [0] and largest.view(torch.float32).tolist() == [torch.tensor(1.5e38)]
 
 
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,5 +434,4 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         many = native_backend.block_sums(FP32, gradients, Factors())
     finally:
         torch.set_flush_denormal(False)
-    assert torch.equal(alone.mantissa, many.mantissa) and bool(alone.mantissa.any())
-    assert torch.equal(alone.exponent, many.exponent)
+    assert all(map(torch.equal, alone.columns, many.columns)) and bool(alone.columns[0].any())

@@ -66,7 +66,7 @@ class StagedReduceScatter:
     def share(self, dtype: torch.dtype) -> float:
         return 1.0
 
-    def start_round(self, round_number: int) -> None:
+    def start_round(self, round_number: int, closure: int = 0) -> None:
         self._messages.start_round(round_number)
         self._reductions.clear()
 
@@ -91,9 +91,6 @@ class StagedReduceScatter:
             reduction.target.copy_(staged.target)
             ended.append(reduction)
         return ended
-
-    def set_closure(self, closure: int) -> None:
-        pass
 
     def fail_closure(self, closure: int) -> None:
         pass

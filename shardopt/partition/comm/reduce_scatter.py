@@ -142,7 +142,8 @@ class ReduceScatter(Protocol):
         """
         return 1.0
 
-    def start_round(self, round_number: int) -> None: ...
+    def start_round(self, round_number: int, closure: int = 0) -> None:
+        """Begins a round, which is in this closure of a step, counted from 1 on all ranks; 0: in none."""
 
     def start(self, reduction: Reduction) -> None: ...
 
@@ -163,10 +164,6 @@ class ReduceScatter(Protocol):
         Raises:
             CommunicationError: a rank died, is late, or abandoned the round.
         """
-
-    def set_closure(self, closure: int) -> None:
-        """Notes that a closure of a step begins, counted from 1 on all ranks; 0: it ended."""
-        return
 
     def fail_closure(self, closure: int) -> None:
         """Notifies ranks that wait for this rank that its closure raised, where that is possible."""
@@ -193,7 +190,7 @@ class NoReduceScatter(ReduceScatter):
     def __init__(self) -> None:
         self._done: list[Reduction] = []
 
-    def start_round(self, round_number: int) -> None:
+    def start_round(self, round_number: int, closure: int = 0) -> None:
         self._done = []
 
     def start(self, reduction: Reduction) -> None:

@@ -44,7 +44,7 @@ class CollectiveReduceScatter(ReduceScatter):
         # Test: test_sums_in_fp16_overflow_no_sooner_than_their_mean in tests/partition/test_collective_sums.py.
         return 1.0 / (1 << (self._ranks.size - 1).bit_length()) if dtype is torch.float16 else 1.0
 
-    def start_round(self, round_number: int) -> None:
+    def start_round(self, round_number: int, closure: int = 0) -> None:
         # Abandoned collectives may still write to sums of this round, and read buffers that are freed now. So the
         # stream waits for them, and the allocator keeps the memory until then. Test: the scenario "left" of
         # tests/mutation/waits.py.

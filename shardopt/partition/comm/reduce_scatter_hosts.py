@@ -65,7 +65,7 @@ class HostReduceScatter(ReduceScatter):
         self._near, self._between, self._owners = near, between, tuple(owners)
         self._reductions: deque[Reduction] = deque()  # between hosts, in order
 
-    def start_round(self, round_number: int) -> None:
+    def start_round(self, round_number: int, closure: int = 0) -> None:
         self._reductions.clear()
         self._near.start_round(round_number)
         self._between.start_round(round_number)

@@ -28,7 +28,7 @@ class P2PReduceScatter(ReduceScatter):
         self._abandoned: list[Any] = []
         self._round = self._attempt = self._position = 0
 
-    def start_round(self, round_number: int) -> None:
+    def start_round(self, round_number: int, closure: int = 0) -> None:
         # Messages of an abandoned round may be under way and write to memory, which therefore must not be freed: the
         # list keeps it. This rank does not wait for them, as the other ranks may have abandoned the round before they
         # sent anything. Tags keep these messages from matching messages of this round.

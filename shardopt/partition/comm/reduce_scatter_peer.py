@@ -33,10 +33,11 @@ class PeerReduceScatter(ReduceScatter):
         )
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
-    def start_round(self, round_number: int) -> None:
+    def start_round(self, round_number: int, closure: int = 0) -> None:
         self._reductions.clear()
         self._first = self._summed = self._published = 0
         self._board.start_round(round_number)
+        self._board.closure = closure
 
     def start(self, reduction: Reduction) -> None:
         self._reductions.append(reduction)
@@ -78,9 +79,6 @@ class PeerReduceScatter(ReduceScatter):
             self._board.wait(rank, lambda notice: notice.consumed > self._first, PHASE)
         self._first += 1
         self._summed = self._published = self._first
-
-    def set_closure(self, closure: int) -> None:
-        self._board.closure = closure
 
     def fail_closure(self, closure: int) -> None:
         self._board.fail_closure(closure)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from shardopt.kernels import native_backend, triton_margins, triton_reductions, triton_step
 from shardopt.kernels.formats import Format, format_of
-from shardopt.kernels.native_step import SUMS, compile_step
+from shardopt.kernels.native_step import compile_step
 from shardopt.kernels.native_sums import compile_count_nonfinite
 from shardopt.kernels.products import INNER, OUTER, MarginPiece
+from shardopt.kernels.reductions import BlockSums
 from shardopt.kernels.spec import Spec
 from shardopt.kernels.tables import BLOCK, Factors, Gradients
 
@@ -83,8 +84,7 @@ def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> Non
     for first, last, row in used.runs:
         at = table[row if next_row else 0].tolist()
         scales_at = dict(zip(part.states, at[2 + len(part.states) :], strict=True))
-        sums = [native_backend.zero_sums(last - first) for _ in part.measured]
-        columns = [getattr(each, name) for each in sums for name in SUMS]
+        sums = [BlockSums(last - first) for _ in part.measured]
         compile_step(spec, number)(
             first,
             last,
@@ -96,7 +96,7 @@ def _step(book: Book, *arguments: Any, spec: Spec, number: int, **_: Any) -> Non
             *at[2 : 2 + len(part.states)],
             *(each for each in scales_at.values() if each),
             *[products.data_ptr()][: spec.has_product],
-            *(each.data_ptr() - first * each.element_size() for each in columns),
+            *(address for each in sums for address in each.addresses(first)),
         )
         for index, each in enumerate(sums):
             native_backend.add_blocks(each, row_of_block, totals[index], first)
