@@ -29,7 +29,8 @@ _LIMB_WEIGHTS = np.ldexp(1.0, LIMB_BITS * np.arange(LIMBS) + _BASE)
 class BlockSums:
     """The results of one pass over the gradients of a shard, for each of its blocks: zeros at first.
 
-    Their columns, 1D [num_blocks] each, lie in one piece of memory, as each piece costs the host time::
+    Their columns, 1D [num_blocks] each, lie one after the other in ``memory``, as each piece of memory costs the host
+    time::
 
         mantissa   int64   S, the finite elements' squares
         exponent   int32   E
@@ -39,16 +40,12 @@ class BlockSums:
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self._memory = torch.from_numpy(np.zeros(5 * num_blocks, np.int32))  # in NumPy: see native_backend.py
-
-    @property
-    def columns(self) -> tuple[torch.Tensor, ...]:
-        mantissa, *others = self._memory.split([2 * self.num_blocks, *[self.num_blocks] * 3])
-        return mantissa.view(torch.int64), *others
+        self.memory = np.zeros(5 * num_blocks, np.int32)
+        self._at = torch.from_numpy(self.memory).data_ptr()
 
     def addresses(self, first: int = 0) -> list[int]:
         """Returns where each column would begin if these blocks were those from ``first`` on."""
-        at, count = self._memory.data_ptr(), self.num_blocks
+        at, count = self._at, self.num_blocks
         return [at - 8 * first, *[at + 4 * (number * count - first) for number in (2, 3, 4)]]
 
 

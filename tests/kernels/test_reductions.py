@@ -67,9 +67,16 @@ def reference(block: np.ndarray) -> tuple[int, int, int]:
     return total << 2 * exponent - 2, int(largest.view(np.int32)), len(block) - len(finite)
 
 
+def columns(sums: BlockSums) -> list[torch.Tensor]:
+    """Mantissas, exponents, largest magnitudes and counts of non-finite elements."""
+    count = sums.num_blocks
+    mantissas, *others = np.split(sums.memory, [2 * count, 3 * count, 4 * count])
+    return [*map(torch.from_numpy, (mantissas.view(np.int64), *others))]
+
+
 def exact(sums: BlockSums, rows: Sequence[int] | None = None, row: int = 0) -> Fraction:
     """What the mantissas and exponents of all blocks stand for, or of those of one row."""
-    mantissas, exponents, *_ = sums.columns
+    mantissas, exponents, *_ = columns(sums)
     triples = zip(mantissas.tolist(), exponents.tolist(), rows or [row] * sums.num_blocks, strict=True)
     return sum(
         (mantissa * Fraction(2) ** (2 * max(exponent, 1) - 306) for mantissa, exponent, of in triples if of == row),
@@ -195,7 +202,7 @@ def test_the_divisor_is_divided_by(fmt: Format, divisor: float) -> None:
 def made_up(mantissas: Sequence[int], exponents: Sequence[int]) -> BlockSums:
     """Sums that no kernel made."""
     found = BlockSums(len(mantissas))
-    mantissa, exponent, *_ = found.columns
+    mantissa, exponent, *_ = columns(found)
     mantissa[:], exponent[:] = torch.tensor(mantissas, dtype=torch.int64), torch.tensor(exponents, dtype=torch.int32)
     return found
 
@@ -235,13 +242,13 @@ def added_natively(sums: BlockSums, rows: Sequence[int], num_rows: int) -> torch
 
 def added_by_triton(sums: BlockSums, rows: Sequence[int], num_rows: int) -> torch.Tensor:
     totals, row_of_block = new_totals(num_rows, torch.device("cpu")), torch.tensor(rows, dtype=torch.int32)
-    columns = (row_of_block, *sums.columns)
+    tables = (row_of_block, *columns(sums))
     constants = {"COLUMNS": COLUMNS, "LARGEST": LARGEST_AT, "NONFINITE": NONFINITE, "LIMB_BITS": LIMB_BITS}
     device = next(device for backend, device in BACKENDS if backend is triton_backend)
     there = totals.to(device)
     if rows:
-        columns = tuple(each.to(device) for each in columns)
-        add_made_up[(-(-len(rows) // 64),)](*columns, there, len(rows), **constants, LANES=32, BLOCKS=64)
+        tables = tuple(each.to(device) for each in tables)
+        add_made_up[(-(-len(rows) // 64),)](*tables, there, len(rows), **constants, LANES=32, BLOCKS=64)
     return there.cpu()
 
 
@@ -348,7 +355,7 @@ def test_many_rows() -> None:
     sums = made_up(mantissas.tolist(), exponents.tolist())
     largest = torch.randint(0, 0x7F800000, (5000,), generator=generator).int()
     nonfinite = torch.randint(0, BLOCK + 1, (5000,), generator=generator).int()
-    for column, values in zip(sums.columns[2:], (largest, nonfinite), strict=True):
+    for column, values in zip(columns(sums)[2:], (largest, nonfinite), strict=True):
         column[:] = values
     native, of_triton = (add(sums, rows.tolist(), 3000) for add in ADDED.values())
     assert torch.equal(native, of_triton)
@@ -420,7 +427,7 @@ def test_the_divisor_comes_first() -> None:
     """A sum whose mean fits is no overflow, though the product with the other factor alone would be one."""
     gradients, _grad = lone(torch.tensor([3e38, 1.0]))
     sums = native_backend.block_sums(FP32, gradients, Factors(divisor=4.0, unscale=2.0))
-    _, _, largest, nonfinite = sums.columns
+    _, _, largest, nonfinite = columns(sums)
     assert nonfinite.tolist() == [0] and largest.view(torch.float32).tolist() == [torch.tensor(1.5e38)]
 
 
@@ -434,4 +441,4 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         many = native_backend.block_sums(FP32, gradients, Factors())
     finally:
         torch.set_flush_denormal(False)
-    assert all(map(torch.equal, alone.columns, many.columns)) and bool(alone.columns[0].any())
+    assert all(map(torch.equal, columns(alone), columns(many))) and bool(columns(alone)[0].any())
