@@ -8,6 +8,7 @@ each param's norms, and ``param.grad`` becomes a part. When rounds begin and end
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import compress
@@ -24,7 +25,7 @@ from ..kernels.reductions import norms_of_limbs
 from ..kernels.tables import Gradients, sent
 from ..partition.streams import last_used
 from ..tensors.gradient import GradientPart
-from ..tensors.gradient_slice import GradientSlice, set_norms, settle
+from ..tensors.gradient_slice import GradientSlice, Home, set_norms, settle
 from ..tensors.norm_table import NormTable
 from ..tensors.part import Part
 from ..tensors.unsharded_guard import gradient_in
@@ -414,13 +415,17 @@ def _make_slices(domain: Domain, entries: Sequence[ParamRecord], syncing: Syncin
     alike: dict[torch.dtype, list[ParamRecord]] = {}
     for entry in entries:
         alike.setdefault(entry.shard.gradient_sum.total.dtype, []).append(entry)
+    counts = Counter(entry.shard for entry in entries)
+    homes = {shard: Home(shard.gradient_sum.total, count) for shard, count in counts.items()}
     for dtype, some in alike.items():
         table = NormTable(dtype, [entry.shard.bucket.layout.numels[entry.index] for entry in some], domain.edits)
         for row, entry in enumerate(some):
-            entry.gradient_slice = _slice_of(domain, entry, (table, row), syncing)
+            entry.gradient_slice = _slice_of(domain, entry, (table, row), homes[entry.shard], syncing)
 
 
-def _slice_of(domain: Domain, entry: ParamRecord, place: tuple[NormTable, int], syncing: Syncing) -> GradientSlice:
+def _slice_of(
+    domain: Domain, entry: ParamRecord, place: tuple[NormTable, int], home: Home, syncing: Syncing
+) -> GradientSlice:
     shard, where, index = entry.shard, entry.shard.slice_of(entry.index), entry.index
     total = shard.gradient_sum.total[where.local]
 
@@ -436,7 +441,7 @@ def _slice_of(domain: Domain, entry: ParamRecord, place: tuple[NormTable, int], 
     receive, group = call_while_alive(_receive, syncing, entry), domain.mesh.world.group
     # A gradient that a script keeps must not keep the optimizer (test_no_page_of_sums_stays_registered).
     draws = call_while_alive(lambda domain, entry: domain.draw(entry), domain, entry)
-    return GradientSlice(total, where.start, place, receive, whole, fetch, group, draws)
+    return GradientSlice(total, where.start, place, receive, whole, fetch, group, draws, home)
 
 
 def _receive(syncing: Syncing, entry: ParamRecord, grad: torch.Tensor) -> None:

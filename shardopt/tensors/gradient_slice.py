@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakValueDictionary
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from .norm_table import Array
 
 # Read of many slices at once, in C.
-_TABLE, _ROW, _TOTAL, _DIVISOR = map(attrgetter, ("table", "row", "total", "divisor"))
+_TABLE, _ROW, _HOME, _DIVISOR = map(attrgetter, ("table", "row", "home", "divisor"))
 
 
 class Fetch(Protocol):
@@ -30,6 +32,14 @@ class Fetch(Protocol):
         """The number of steps that were taken."""
 
     def __call__(self, moment: tuple[int, int]) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The memory in which the slices of one bucket lie."""
+
+    total: Tensor  # 1D
+    count: int  # of slices
 
 
 class Copied:
@@ -47,6 +57,7 @@ class GradientSlice:
         gather: collective; returns the whole (the param's shape) of what each rank passes as its slice: of ``total``
             once every rank has divided it. None where this rank holds the whole gradient.
         table, row: where the norms of the whole gradient stand.
+        home: where ``total`` lies; None: alone.
         number: of the gradient among those of its domain, the same on all ranks.
         divisor: number by which ``total`` still has to be divided; 1 once it is the mean.
         undivided: the sum that ``total`` held before ``show_mean()`` divided it.
@@ -82,10 +93,11 @@ class GradientSlice:
         fetch: Fetch | None = None,
         group: ProcessGroup | None = None,
         draws: Callable[[], str | None] | None = None,
+        home: Home | None = None,
     ):
         self.total, self.start, self.receive, self.gather, self.fetch = total, start, receive, gather, fetch
         self.group, self.draws = group, draws
-        self.table, self.row = place
+        (self.table, self.row), self.home = place, home
         self.number = self.row
         self.divisor = 1
         self.undivided: Tensor | None = None
@@ -270,7 +282,7 @@ def divide_all(slices: Sequence[GradientSlice]) -> None:
     for divisor in {*map(_DIVISOR, slices)} - {1}:
         undivided = [each for each in slices if each.divisor == divisor]
         for _, _, some in _by_table(undivided):
-            _divide(list(map(_TOTAL, some)), divisor)
+            _divide(_totals(some), divisor)
         for each in undivided:
             each.divisor = 1
 
@@ -295,7 +307,7 @@ def _scale(
     divide_all(slices)
     by_table = _by_table(slices)
     for _, _, some in by_table:
-        scale(list(map(_TOTAL, some)), number)
+        scale(_totals(some), number)
     _note_edit(slices, [name, number])
     for table, _, some in by_table:
         scale_norms(table, list(map(_ROW, some)), number)
@@ -308,7 +320,7 @@ def _scale(
 def negate(slices: Sequence[GradientSlice]) -> None:
     """Negates the means, which changes no norm."""
     _move(slices)
-    torch._foreach_neg_([each.total for each in slices])
+    torch._foreach_neg_(_totals(slices))
     undivided = [each.undivided for each in slices if each.undivided is not None]
     if undivided:
         torch._foreach_neg_(undivided)
@@ -322,7 +334,7 @@ def negate(slices: Sequence[GradientSlice]) -> None:
 def zero(slices: Sequence[GradientSlice]) -> None:
     """Zeroes the gradients, and forgets what was not reduced yet."""
     _move(slices)
-    torch._foreach_zero_([each.total for each in slices])
+    torch._foreach_zero_(_totals(slices))
     for each in slices:
         each.edits, each.pending, each.undivided = [], None, None
     _note_edit(slices, ["zero_"], follows=True)
@@ -432,6 +444,19 @@ def _by_table(slices: Sequence[GradientSlice]) -> list[tuple[NormTable, Any, Seq
         places = [place for place, each in enumerate(slices) if each.table is table]
         found.append((table, places, [slices[place] for place in places]))
     return found
+
+
+def _totals(slices: Sequence[GradientSlice]) -> list[Tensor]:
+    """Returns the memory of these slices: one tensor for all those of a bucket, and what is between them.
+
+    On a CPU, the operation on each of many tensors would take the time, not the elements.
+    """
+    counts = Counter(map(_HOME, slices))
+    whole = {home for home, count in counts.items() if home is not None and count == home.count}
+    if len(set(slices)) < len(slices):  # one is given twice, and changed twice
+        whole = set()
+    found = [home.total for home in whole]
+    return found if len(whole) == len(counts) else found + [each.total for each in slices if each.home not in whole]
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
