@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from shardopt import StateError
 from shardopt.tensors.expressions import PartResult
 from shardopt.tensors.gradient import GradientPart
-from shardopt.tensors.gradient_slice import GradientSlice
+from shardopt.tensors.gradient_slice import GradientSlice, Home
 from shardopt.tensors.norm_table import Norms, NormTable
 from tests.support.training import raises, raw
 
@@ -85,6 +85,7 @@ class World:
         # One buffer a rank, as in a shard. What lies between two slices must never be read.
         numel = sum(total.numel() + 1 for total in sums)
         self.buffers, self.used = torch.full((size, numel), math.nan, dtype=kept), [0] * size
+        self.homes = [Home(buffer, len(sums)) for buffer in self.buffers]
         self.tables = [NormTable(kept, [total.numel() for total in sums]) for _ in self.ranks]
         for index, (param, total) in enumerate(zip(like, sums, strict=True)):
             self.whole.append(Parameter(torch.zeros_like(param, dtype=FP32)))
@@ -109,7 +110,8 @@ class World:
             self.used[rank] += end - start + 1
             memory.copy_(flat(total)[start:end])
             shared = gather if len(self.ranks) > 1 else None
-            gradient_slice = GradientSlice(memory, start, (self.tables[rank], index), self.received.append, shared)
+            place = self.tables[rank], index
+            gradient_slice = GradientSlice(memory, start, place, self.received.append, shared, home=self.homes[rank])
             gradient_slice.divisor, gradient_slice.norms = DIVISOR, norms_of(mean)
             self.ranks[rank][index].grad = GradientPart(gradient_slice, self.ranks[rank][index])
             slices.append(gradient_slice)
@@ -207,6 +209,26 @@ def test_a_factor_that_changes_is_read_again() -> None:
     for each in (world.whole, *world.ranks):
         for grad in grads(each):
             grad.mul_(factor)
+    world.check()
+
+
+def test_a_bucket_is_clipped_at_once() -> None:
+    """A list of all its gradients is changed by one operation on its memory, other lists gradient by gradient."""
+    world = World(2)
+    with torch.autograd.profiler.profile() as profile:
+        torch._foreach_mul_(grads(world.ranks[0]), 0.5)
+    names = [event.name for event in profile.function_events]
+    assert [names.count("aten::div_"), names.count("aten::mul_")] == [1, 1]
+    world = World(2)
+    for each in (world.whole, *world.ranks):
+        every = grads(each)
+        torch._foreach_mul_(every, 0.75)
+        torch._foreach_mul_(every[1:], 0.5)
+        torch._foreach_mul_([*every[1:], every[1]], 0.25)  # as many as there are, one of them twice
+        torch._foreach_neg_(every)
+    for slices in world.slices:
+        for gradient_slice in slices:
+            gradient_slice.norms = None
     world.check()
 
 
