@@ -370,11 +370,6 @@ class RoundGradients:
 
     def show(self, report: Report) -> None:
         """Collective: makes ``param.grad`` a part wherever any rank had a gradient, and ends the round."""
-        self._show_gradients(report)
-        self.reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
-        self.stage = None
-
-    def _show_gradients(self, report: Report) -> None:
         two, largest, counts = norms_of_limbs(report.limbs), report.largest, report.nonfinite
         divisor, reducer = self._divisor, self.reducer
         if self.weights.in_use and self.weights.is_on:  # what was measured are sums
@@ -408,6 +403,8 @@ class RoundGradients:
             is_new = [reducer.reduces(number, self.stage) or number in self._late_buckets for number in numbers]
             shown, slices = shown[is_new], list(compress(slices, is_new))
         set_norms(slices, two[shown], largest[shown], counts[shown])
+        reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
+        self.stage = None
 
 
 def _make_slices(domain: Domain, entries: Sequence[ParamRecord], syncing: Syncing) -> None:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Protocol
 
@@ -202,13 +202,10 @@ class GradientBucket:
             return Blank(numel * slices, numel, torch.uint8, self.device)
         return Blank(self.buffer_numel, self._slice_numel, self.dtype, self.device)
 
-    def is_filled_by(self, grads: Mapping[int, torch.Tensor], strides: Sequence[tuple[int, ...]]) -> bool:
-        """True if the gradient can be the buffer: it is the bucket's only one, in dtype and storage order."""
-        if self.num_params > 1:
-            return False
-        (grad,) = grads.values()
+    def is_filled_by(self, grad: torch.Tensor, stride: tuple[int, ...]) -> bool:
+        """True if the only gradient can be the buffer, by its dtype and storage order."""
         is_alike = grad.numel() == self.buffer_numel and grad.dtype is self.dtype
-        return is_alike and in_storage_order(grad, strides[0]) is grad
+        return is_alike and in_storage_order(grad, stride) is grad
 
     def zero(self, index: int) -> None:
         """Zeroes one param's elements in this rank's sum, within a round."""

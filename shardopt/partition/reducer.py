@@ -239,7 +239,15 @@ class Reducer:
             filling.strides = strides
             return self.num_awaited(number)
         try:
-            self._fill(number, filling, grads, strides)
+            bucket, share = self.buckets[number], self._shares[number]
+            if bucket.num_params == 1 and share == 1.0 and bucket.is_filled_by(grads[0], strides[0]):
+                filling.buffer = ReductionBuffer(flattened(grads[0].detach()), is_pooled=False)
+                filling.buffer.mark()
+            else:
+                if filling.buffer is None:
+                    filling.buffer = self._acquire_buffer(bucket)
+                filling.buffer.fill(bucket, grads, strides, share)
+            filling.arrived |= grads.keys()
             if not filling.arrived >= filling.awaited:
                 return self.num_awaited(number)
             # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
@@ -264,23 +272,6 @@ class Reducer:
         batch after its own error would lose the rank. Test: test_own_errors_win in tests/partition/test_own_errors.py.
         """
         self._left = self._left or error
-
-    def _fill(
-        self,
-        number: int,
-        filling: _Filling,
-        grads: Mapping[int, torch.Tensor],
-        strides: Sequence[tuple[int, ...]],
-    ) -> None:
-        bucket, share = self.buckets[number], self._shares[number]
-        if bucket.num_params == 1 and share == 1.0 and bucket.is_filled_by(grads, strides):
-            filling.buffer = ReductionBuffer(flattened(grads[0].detach()), is_pooled=False)
-            filling.buffer.mark()
-        else:
-            if filling.buffer is None:
-                filling.buffer = self._acquire_buffer(bucket)
-            filling.buffer.fill(bucket, grads, strides, share)
-        filling.arrived |= set(grads)
 
     def pass_over(self, number: int, index: int) -> bool:
         """Awaits no gradient of param ``index`` in this round: this rank's backward is past its module.

@@ -20,8 +20,8 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from operator import attrgetter, setitem
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -221,7 +221,7 @@ class GradientPart(Part):
         if self.whole_slice().gather is None:
             super().__setitem__(index, value)
         else:
-            edit_whole(self, "setitem", _set_item, (index, value))
+            edit_whole(self, "setitem", setitem, (index, value))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.gradient_slice.total.numel()
@@ -257,10 +257,6 @@ class GradientPart(Part):
             if found is not NotImplemented:
                 return found
         return _of_whole(function, arguments, keywords)
-
-
-def _set_item(whole: Tensor, index: Any, value: Any) -> None:
-    whole[index] = value
 
 
 # -- in place ----------------------------------------------------------------------------------------------------------
@@ -505,13 +501,9 @@ def _mask(function: Any, part: GradientPart, every: bool, some: bool) -> Mask:
     later: Callable[[], Tensor] | None = None
     if own.fetch is not None:
         fetch = part._fetch if some and not every else None
-        later = partial(torch.full, part.size(), every) if fetch is None else partial(_of_mean, function, fetch)
+        later = partial(torch.full, part.size(), every) if fetch is None else lambda: function(fetch())
     made = Made(later, f"{function.__name__}({part.words})")
     return Mask(function(own.total).to(part.device), part, made, every, some)
-
-
-def _of_mean(function: Any, fetch: Callable[[], Tensor]) -> Tensor:
-    return cast(Tensor, function(fetch()))
 
 
 def _alias(function: Any, part: GradientPart) -> GradientPart:

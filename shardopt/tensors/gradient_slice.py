@@ -275,10 +275,9 @@ def _recorded(gradient_slice: GradientSlice) -> torch.cuda.Event | None:
 
 def divide_all(slices: Sequence[GradientSlice]) -> None:
     """Makes the totals of these slices their means; the caller settles them."""
+    _move(slices)
     for each in slices:
-        each.undivided, each.is_moving = None, True
-        if each.was_read:
-            each.keep_mean()
+        each.undivided = None
     for divisor in {*map(_DIVISOR, slices)} - {1}:
         undivided = [each for each in slices if each.divisor == divisor]
         for _, _, some in _by_table(undivided):
@@ -337,7 +336,7 @@ def zero(slices: Sequence[GradientSlice]) -> None:
     torch._foreach_zero_(_totals(slices))
     for each in slices:
         each.edits, each.pending, each.undivided = [], None, None
-    _note_edit(slices, ["zero_"], follows=True)
+    _note_edit(slices, ["zero_"])
     for table, _, some in _by_table(slices):
         table.zero(list(map(_ROW, some)))
         table.edits.forget([each.number for each in some])
@@ -404,21 +403,14 @@ def norms_of(slices: Sequence[GradientSlice]) -> tuple[Array, Array, Array] | No
     return None if _written(slices) else (two, largest, nonfinite)
 
 
-def _note_edit(slices: Sequence[GradientSlice], edit: list[Any], follows: bool = False) -> None:
-    """Notes an edit of these slices, and shows it to other ranks; the caller sets the norms.
-
-    Args:
-        follows: the norms that the caller writes are those of all elements, whoever wrote them before.
-    """
+def _note_edit(slices: Sequence[GradientSlice], edit: list[Any]) -> None:
+    """Notes an edit of these slices, and shows it to other ranks; the caller sets the norms that are known then."""
     for each in slices:
         each.edits += (edit,)
         each.edit_count += 1
     settle(slices)
     for each in _written(slices):
-        if follows:
-            each.follow_writes()
-        else:
-            each.norms = None
+        each.norms = None
 
 
 def _move(slices: Sequence[GradientSlice]) -> None:

@@ -11,7 +11,7 @@ _NO_LOAD = "no scenario loads states, or gives them up, while copies of a step a
 
 _REASONS = {
     "partition.reducer": {
-        ("Reducer._fill", "filling.buffer.mark()"): (
+        ("Reducer.deliver", "filling.buffer.mark()"): (
             "no scenario starts the reduction of a gradient that is its own buffer on another stream than its leaf's"
         ),
         ("Reducer.finish_late", "buffer.join()"): "autograd joins the streams of all leaves before it calls back",
