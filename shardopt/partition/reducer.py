@@ -139,8 +139,6 @@ class Reducer:
         """Adds a bucket, between rounds, of this pipeline stage. Returns its number."""
         self._windows.append(window)
         self._spreads = self._spreads or (window is not None and self._mesh.replicate.size > 1)
-        if not self.buckets:
-            self._sums = StreamUses(bucket.device)
         self.buckets.append(bucket)
         self._shares.append(self._reduce_scatter.share(bucket.dtype))
         self._order.append(len(self.buckets) - 1)
@@ -212,7 +210,8 @@ class Reducer:
         self._reducing.clear()
         for mechanism in self._mechanisms:
             mechanism.start_round(self.rounds, closure)
-        if self._sums.has_streams:
+        if self.buckets:
+            self._sums = StreamUses(self.buckets[0].device)
             self._sums.mark()  # this stream may have scaled them, and waited for an abandoned round
         if self._adds:
             self._prefetch_next()
