@@ -85,12 +85,12 @@ class GradientCode:
         for at, (pieces, tables, here) in enumerate(zip(self._pieces, self._tables, self._slices, strict=True)):
             grads = buffer[at * self._numel : (at + 1) * self._numel]
             residual = None if self.residual is None else self.residual.values[here]
-            there = {
-                row: (grads[piece.shard_start :], piece.start)
+            rows = [
+                row
                 for row, piece in enumerate(pieces)
                 if (piece.param in params if params is not None else bool(grads[piece.local].any()))
-            }
-            messages.append(self._code.encode(grads, tables.gradients(there) if there else None, residual))
+            ]
+            messages.append(self._code.encode(grads, tables.gradients_in(grads, rows) if rows else None, residual))
         return messages
 
     def decode_into(self, target: torch.Tensor, messages: Sequence[torch.Tensor], first: int) -> None:

@@ -74,10 +74,16 @@ class ShardTables:
         row_of_block = self.host_row_of_block if at_rest else self.row_of_block
         return Gradients(row_of_block, torch.from_numpy(table), aligned)
 
-    def gradients_in(self, total: torch.Tensor) -> Gradients:
-        """Returns the table for a sum of gradients of the whole shard, 1D [shard_numel]."""
-        rows = enumerate(self._pieces)
-        return self.gradients({row: (total[piece.shard_start :], piece.start) for row, piece in rows})
+    def gradients_in(self, total: torch.Tensor, rows: Sequence[int] | None = None) -> Gradients:
+        """Returns the table for gradients of the whole shard that lie as the shard does, 1D [shard_numel].
+
+        Args:
+            rows: of the pieces that have gradients; None: all.
+        """
+        table = np.zeros((self.num_rows, 2), dtype=np.int64)
+        there: Sequence[int] | slice = slice(0, len(self._pieces)) if rows is None else rows
+        table[there, 0], table[there, 1] = total.data_ptr(), self._ends[there]
+        return Gradients(self.row_of_block, torch.from_numpy(table), total.data_ptr() % 16 == 0)
 
     def noise(self, counters: Mapping[int, tuple[int, int, int]]) -> torch.Tensor:
         """Returns the table of noise (:func:`noise_from` has its columns), in host memory.

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from .mesh import Mesh
 
 # Reductions that may be under way at once. Without a limit a rank that is ahead would allocate a buffer for every
-# bucket. The limit lets ranks drift apart by some buckets, and is small compared with a model. Two buckets in any case:
-# one is reduced while the next is filled. Test: test_many_buckets_and_a_late_rank in tests/step/test_stages.py.
+# bucket, or messages of its codes. The limit lets ranks drift apart by some buckets, and is small compared with a
+# model. Two buckets in any case: one is reduced while the next is filled. Test: test_many_buckets_and_a_late_rank in
+# tests/step/test_stages.py.
 BYTES_UNDER_WAY = 8 << 20
 BUCKETS_UNDER_WAY = 2
 # Up to so many bytes and buffers a rank takes one more rather than wait for the others to read one: the wait, and the
@@ -74,6 +75,14 @@ class _Filling:
     started: bool = False
     late: dict[int, torch.Tensor] = field(default_factory=dict)
     strides: Sequence[tuple[int, ...]] = ()  # of all params, once there is a late gradient
+
+
+class _UnderWay(NamedTuple):
+    """A reduction under way."""
+
+    number: int  # of the bucket
+    nbytes: int  # that it holds
+    buffer: ReductionBuffer | None  # None: only its messages are there
 
 
 class Reducer:
@@ -126,7 +135,7 @@ class Reducer:
         self._started = self._started_across = 0
         self._completed: list[int] = []
         self._pool = defaultdict[torch.dtype, list[ReductionBuffer]](list)
-        self._reducing: dict[Reduction, tuple[ReductionBuffer, int]] = {}  # with the number of the bucket
+        self._reducing: dict[Reduction, _UnderWay] = {}
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # a rank that never comes is given up in the end
         self._patience, self._was_patient = self._most_patience, True
         _REDUCERS.add(self)
@@ -297,8 +306,9 @@ class Reducer:
             if found is not None:
                 pool.remove(found)
                 return found
-            is_much = self._bytes_under_way > BYTES_WITHOUT_WAITS or len(self._reducing) >= BUFFERS_WITHOUT_WAITS
-            if may_drain and (self.on_stream or is_much):
+            held = [each.nbytes for each in self._reducing.values() if each.buffer is not None]
+            is_much = sum(held) > BYTES_WITHOUT_WAITS or len(held) >= BUFFERS_WITHOUT_WAITS
+            if may_drain and held and (self.on_stream or is_much):
                 self._drain(BUCKETS_UNDER_WAY - 1)
             elif may_drain:
                 self._recycle(self._reduce_scatter.progress())
@@ -312,8 +322,13 @@ class Reducer:
         """Starts a reduction. The current stream has joined the buffer."""
         bucket = self.buckets[number]
         reduction = bucket.reduction(buffer.memory, add, arrived)
-        self._reducing[reduction] = buffer, number
+        held = self._reducing[reduction] = _UnderWay(number, buffer.memory.nbytes, buffer)
         labelled("reduce bucket", number, self._reduce_scatter.start, reduction)
+        if reduction.nbytes_encoded:
+            self._give_back(buffer)
+            # A sum that does not stay takes memory of its own, of the order of the buffer's.
+            nbytes = reduction.nbytes_encoded if bucket.sink.stays else held.nbytes
+            self._reducing[reduction] = held._replace(nbytes=nbytes, buffer=None)
         while len(self._reducing) > BUCKETS_UNDER_WAY and self._may_wait and self._bytes_under_way > BYTES_UNDER_WAY:
             self._drain(len(self._reducing) - 1)
 
@@ -333,21 +348,25 @@ class Reducer:
 
     @property
     def _bytes_under_way(self) -> int:
-        return sum(buffer.memory.nbytes for buffer, _ in self._reducing.values())
+        return sum(each.nbytes for each in self._reducing.values())
 
     def _recycle(self, ended: Sequence[Reduction]) -> None:
         for reduction in ended:
-            buffer, number = self._reducing.pop(reduction)
+            number, _, buffer = self._reducing.pop(reduction)
             sink = self.buckets[number].sink
             if self.shows_sums or not sink.stays:
                 self.on_sum(number, reduction.target, self._filling[number].arrived)
             sink.use(reduction)
-            if buffer.has_streams:
-                buffer.mark()  # the current stream waited for the reduction
-            if buffer.is_pooled:
-                self._pool[buffer.memory.dtype].append(buffer)
-            else:
-                last_used(buffer.memory)
+            if buffer is not None:
+                self._give_back(buffer)
+
+    def _give_back(self, buffer: ReductionBuffer) -> None:
+        if buffer.has_streams:
+            buffer.mark()  # the current stream waited for the reduction, or encoded the buffer
+        if buffer.is_pooled:
+            self._pool[buffer.memory.dtype].append(buffer)
+        else:
+            last_used(buffer.memory)
 
     def start_completed(self) -> None:
         """Starts the reductions of the buckets that await nothing, in their order."""

@@ -132,11 +132,12 @@ class Planner:
     def _need(self, way: Way, stage: int) -> Need:
         laid, asked = self._layout.stage(way, stage), self._options.reduce_dtype
         reduced = way.seen if asked is None or isinstance(asked, str) else asked  # in buffers
-        sent = itemsize_of(TRAFFIC_FORMATS[asked]) if isinstance(asked, str) else reduced.itemsize
+        coded = itemsize_of(TRAFFIC_FORMATS[asked]) if isinstance(asked, str) else None
+        sent = reduced.itemsize if coded is None else coded
         packed = self._options.gather_dtype
         gathered = way.seen.itemsize if packed is None else itemsize_of(TRAFFIC_FORMATS[packed])
         owed = way.has_module and self._options.feeds_back_at(way.stage)
-        kinds = bytes_of(laid, way, reduced, gathered, self._options.tuning, owed)
+        kinds = bytes_of(laid, way, reduced, coded, gathered, self._options.tuning, owed)
         if packed is not None:  # messages lie beside what they will fill until they are decoded
             kinds["window"]["device"] += int(laid.window / way.seen.itemsize * gathered)
             if way.stage in (1, 2):

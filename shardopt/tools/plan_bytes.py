@@ -31,12 +31,19 @@ _FP32, _RESIDUAL = 4, 2
 
 
 def bytes_of(
-    laid: StageLayout, way: Way, reduced: torch.dtype, travels: float, tuning: Tuning, feeds_back: bool
+    laid: StageLayout,
+    way: Way,
+    reduced: torch.dtype,
+    coded: float | None,
+    travels: float,
+    tuning: Tuning,
+    feeds_back: bool,
 ) -> dict[str, dict[str, int]]:
     """Returns the bytes by kind and tier.
 
     Args:
         reduced: the dtype of buffers of gradients.
+        coded: bytes of an element of them that travels, where they are encoded; None: they travel as they are.
         travels: bytes of an element of a param on its way, at stage 3.
         feeds_back: what quantizing takes from gradients is kept.
     """
@@ -72,7 +79,7 @@ def bytes_of(
                     add("gradient", "device", count * bucket.layout.over(slices).numel * _RESIDUAL)
         if way.has_module:
             slots = _slots(buckets, reduced, ranks) if way.sums_rest else 0
-            add("buffer", "device", _under_way(buckets, reduced, ranks) + slots)
+            add("buffer", "device", _under_way(buckets, reduced, ranks, coded, way) + slots)
             layouts = [bucket.layout for bucket, _ in buckets]
             resting = max(sum(each.numels[index] for index in each.resting) for each in layouts)
             kinds["arriving"]["device"] = max(kinds["arriving"].get("device", 0), resting * way.dtype.itemsize)
@@ -148,13 +155,25 @@ def _tier_of_sums(way: Way) -> Tier:
     return "host" if way.sums_rest else "device"
 
 
-def _under_way(buckets: EqualBuckets, dtype: torch.dtype, ranks: int) -> int:
-    """Returns the most bytes of buffers that gradients are reduced in: some are filled while others are sent."""
+def _under_way(buckets: EqualBuckets, dtype: torch.dtype, ranks: int, coded: float | None, way: Way) -> int:
+    """Returns the most bytes of buffers that gradients are reduced in: some are filled while others are sent.
+
+    Of encoded ones messages are sent, and the buffers are free at once.
+    """
     layouts = [(bucket.layout.over(ranks), count) for bucket, count in buckets]
     # A lone gradient that needs no padding is its own buffer.
     sizes = [(each.numel * dtype.itemsize, count) for each, count in layouts if each.numels != (each.numel,)]
     largest = max((size for size, _ in sizes), default=0)
-    return min(sum(count for _, count in sizes), _most_under_way(largest)) * largest
+    buffers = sum(count for _, count in sizes)
+    if coded is None or ranks == 1:
+        return min(buffers, _most_under_way(largest)) * largest
+    # What a rank sends to each, its own slice too, and what each sends to it.
+    most = max(each.numel for each, _ in layouts)
+    messages = int(most * coded / ranks * (2 * ranks - 1))
+    # A sum that does not stay takes the memory of a buffer, and counts as one.
+    stays = not way.release_gradients and not way.sums_rest
+    number = _most_under_way(messages if stays else most * dtype.itemsize)
+    return min(buffers, BUCKETS_UNDER_WAY) * largest + min(sum(count for _, count in layouts), number) * messages
 
 
 def _most_under_way(nbytes: int) -> int:

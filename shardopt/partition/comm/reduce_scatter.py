@@ -9,11 +9,11 @@ reduction are added::
     target = round(target + sum of ranks)      later ones
 
 The buffer of a reduction that was handed to ``start`` belongs to the mechanism, and other ranks may read it, until
-``progress``, ``drain`` or ``finish`` returns the reduction.
+``progress``, ``drain`` or ``finish`` returns the reduction; or until ``start`` has encoded what is sent of it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ PHASE = "reducing gradients"
 CHUNK = 1 << 17
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Reduction:
     """One bucket to be summed: each rank sums its slice, or all of it if the target is as long as the buffer.
 
@@ -36,6 +36,8 @@ class Reduction:
     buffer: torch.Tensor  # 1D [size * slice_numel], or [slice_numel]: this rank's gradients, any float dtype
     target: torch.Tensor  # 1D [slice_numel], fp32 or a smaller format: receives the sum over ranks of our slice
     add: bool  # adds to the target instead of replacing it
+    # Of messages that stand for the buffer, which is empty then; 0 as long as the buffer itself is read.
+    nbytes_encoded: int = field(default=0, init=False)
 
     @property
     def is_whole(self) -> bool:
@@ -60,8 +62,16 @@ class Reduction:
 
     def add_up(self, messages: Sequence[torch.Tensor]) -> None:
         """Sums what every rank sent, by rank, into the target."""
-        for into, *terms in in_chunks(self.target, *messages):
-            sum_into(into, iter(terms), self.add)
+        first, *others = messages
+        # The first two in one pass, where nothing is rounded in between.
+        is_direct = not self.add and all(each.dtype is torch.float32 for each in (self.target, first))
+        for into, one, *rest in in_chunks(self.target, first, *others):
+            if is_direct and rest:
+                torch.add(one, rest[0], out=into)
+                for each in rest[1:]:
+                    into.add_(each)
+            else:
+                sum_into(into, iter((one, *rest)), self.add)
 
 
 class Code(Protocol):
@@ -89,11 +99,12 @@ class Code(Protocol):
         """``target = messages[0] + ...``, in this order, from element ``first`` of the slice on; the target is fp32."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CodedReduction(Reduction):
     """A reduction whose slices are encoded before they travel, and decoded before they are summed.
 
-    A rank's own slice is encoded as well: ranks that each sum the whole bucket then have the same sums.
+    A rank's own slice is encoded as well: ranks that each sum the whole bucket then have the same sums. The buffer is
+    free once its messages are made, which take a quarter of its memory or less.
     """
 
     code: Code
@@ -101,7 +112,10 @@ class CodedReduction(Reduction):
 
     def messages(self, size: int) -> list[torch.Tensor]:
         found = self.code.encode(self.buffer, self.params)
-        return found * size if self.is_whole else found
+        sent = found * size if self.is_whole else found
+        self.nbytes_encoded = (len(found) + size - 1) * found[0].nbytes  # and what the others send in return
+        self.buffer = self.buffer.new_empty(0)
+        return sent
 
     def add_up(self, messages: Sequence[torch.Tensor]) -> None:
         is_direct = self.target.dtype is torch.float32 and not self.add
@@ -155,7 +169,7 @@ class ReduceScatter(Protocol):
         """Like ``progress``, but waits until at most ``limit`` reductions are under way, for ``patience`` seconds at
         most.
 
-        :class:`P2PReduceScatter` does not give up: gloo cannot tell whether a message has arrived.
+        :class:`P2PReduceScatter` does not give up: what it waits for has been asked for, and comes.
         """
 
     def finish(self) -> list[Reduction]:

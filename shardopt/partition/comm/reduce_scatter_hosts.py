@@ -21,19 +21,16 @@ import torch
 
 from .peer_board import Backoff
 from .reduce_scatter import CodedReduction, ReduceScatter, Reduction
-from .reduce_scatter_p2p import P2PReduceScatter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .reduce_scatter import Blank
+    from .reduce_scatter_p2p import P2PReduceScatter
     from .reduce_scatter_peer import PeerReduceScatter
 
-# Held by the end of a message until the message has come: NaN as no arithmetic makes it, and no scale of codes.
-_NOT_THERE = -1
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HostReduction(Reduction):
     """One bucket to be summed over the ranks of this host: slices of ranks with one number on all hosts.
 
@@ -57,7 +54,7 @@ class HostReduceScatter(ReduceScatter):
     Ranks of other hosts are not notified by a rank that abandons a round; their wait times out.
     """
 
-    def __init__(self, near: PeerReduceScatter, between: Between, owners: Sequence[int]):
+    def __init__(self, near: PeerReduceScatter, between: P2PReduceScatter, owners: Sequence[int]):
         """
         Args:
             owners: the ranks between which sums of hosts travel, one on each host.
@@ -92,11 +89,7 @@ class HostReduceScatter(ReduceScatter):
             self._between.start(between)
 
     def _arrived(self) -> list[Reduction]:
-        ended = []
-        while self._reductions and self._between.has_first():
-            self._between.end_first()
-            ended.append(self._reductions.popleft())
-        return ended
+        return [self._reductions.popleft() for _ in self._between.progress()]
 
     def drain(self, limit: int, patience: float) -> list[Reduction]:
         # A rank of another host sends its sum once it looks for those of its neighbours, which it cannot while it waits
@@ -112,36 +105,10 @@ class HostReduceScatter(ReduceScatter):
             self._send(self._near.end_first())
             ended += self._arrived()
         self._send(self._near.finish())
-        while self._reductions:
-            self._between.end_first()
-            ended.append(self._reductions.popleft())
-        return ended
+        return ended + [self._reductions.popleft() for _ in self._between.finish()]
 
     def abandon_round(self, round_number: int, rest: Sequence[Blank] | None) -> None:
         self._near.abandon_round(round_number, rest)
 
     def catch_up(self, round_number: int) -> None:
         self._near.catch_up(round_number)
-
-
-class Between(P2PReduceScatter):
-    """Reductions of sums of hosts, of which one can tell without waiting whether they have come."""
-
-    def _room_for(self, message: torch.Tensor) -> torch.Tensor:
-        room = super()._room_for(message)
-        if room.numel():
-            _end_of(room).fill_(_NOT_THERE)
-        return room
-
-    def has_first(self) -> bool:
-        """True if the messages of the first reduction have come, as far as their ends show it."""
-        others = [each for rank, each in enumerate(self._reductions[0][1]) if rank != self._ranks.rank]
-        return all(not each.numel() or _end_of(each).item() != _NOT_THERE for each in others)
-
-    def end_first(self) -> None:
-        """Waits for the messages of the first reduction, and sums."""
-        self._finish_first()
-
-
-def _end_of(message: torch.Tensor) -> torch.Tensor:
-    return message.view(torch.uint8)[-4:].view(torch.int32)

@@ -254,11 +254,12 @@ class Transport:
         return P2PReduceScatter(self.ranks, self.traffic, self._number)
 
     def _reduce_scatter_by_host(self, hosts: Hosts) -> ReduceScatter:
-        from .reduce_scatter_hosts import Between, HostReduceScatter
+        from .reduce_scatter_hosts import HostReduceScatter
 
         board = PeerBoard(self.ranks, hosts.memory, hosts.pids, hosts.near.members)
         near = PeerReduceScatter(self.ranks, board, self.traffic)
-        return HostReduceScatter(near, Between(hosts.column, self.traffic, self._number), hosts.column.members)
+        between = P2PReduceScatter(hosts.column, self.traffic, self._number)
+        return HostReduceScatter(near, between, hosts.column.members)
 
 
 def all_gather_between(ranks: Ranks, device: torch.device, phase: str, limit: timedelta | None = None) -> AllGather:
