@@ -186,6 +186,7 @@ def _offloaded(title: str, offload: str) -> Offer:
 BY_MESSAGES = shardopt.Tuning(neighbours=False)
 BY_HOST = shardopt.Tuning(by_host=True)
 LATE = shardopt.Tuning(overlap_gather=True)
+NEAR = shardopt.Tuning(reshard_after_forward="host")
 LATE_BY_MESSAGES = shardopt.Tuning(neighbours=False, overlap_gather=True)
 INT8: dict[str, Any] = {"reduce_dtype": "int8", "gather_dtype": "int8"}
 INT4: dict[str, Any] = {"reduce_dtype": "int4", "gather_dtype": "int8"}
@@ -213,6 +214,7 @@ ENGINES = {
     "int8-2-late": _extra("int8 both ways, params arrive in the forward", 2, **INT8, tuning=LATE),
     "int4-2-late": _extra("int4 gradients, int8 params, which arrive in the forward", 2, **INT4, tuning=LATE),
     "int8-3": _extra("shardopt stage 3, int8 both ways", 3, **INT8),
+    "int8-3-near": _extra("the same, backward gathers within a host", 3, **INT8, tuning=NEAR),
     "messages-3": _extra("shardopt stage 3, by messages", 3, tuning=BY_MESSAGES),
     "alone": Offer("no exchange: each rank by itself", make_alone, has_masters=False, is_extra=True),
     "small": _extra("shardopt stage 1, split24 masters, int8 states", 1, **SMALL),

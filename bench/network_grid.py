@@ -28,7 +28,9 @@ from tqdm import tqdm
 ANSWER_LIMIT = 60.0  # seconds
 _INT8, _INT4 = 1 + 4 / 256, 1 / 2 + 4 / 256
 # Bytes of each element that an engine must send, where they are not 2 of the dtype.
-CODED = {"int8-2": 2 * _INT8, "int4-2": _INT4 + _INT8, "int8-3": 3 * _INT8, "alone": 0.0}
+CODED = {
+    "int8-2": 2 * _INT8, "int4-2": _INT4 + _INT8, "int8-3": 3 * _INT8, "int8-3-near": 2 * _INT8, "alone": 0.0,
+}  # fmt: skip
 THREE_UNITS = ("wire", "fsdp2", "module-3", "messages-3")
 
 Cell = tuple[float, float]  # Gbit/s, ms

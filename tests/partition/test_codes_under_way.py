@@ -16,8 +16,8 @@ from shardopt.partition.comm.reduce_scatter_p2p import P2PReduceScatter
 from shardopt.partition.reducer import BUCKETS_UNDER_WAY, Reducer
 from tests.support.ranks import Pool
 
-WIDTH, LAYERS, WORLD = 64, 6, 2
-LAYER_BYTES = 4 * WIDTH * (WIDTH + 4)  # a bias takes a block of 256 elements
+WIDTH, BUCKETS, WORLD = 64, 6, 2
+NUMEL = WIDTH * WIDTH  # of a param
 
 
 class Found(NamedTuple):
@@ -28,10 +28,10 @@ class Found(NamedTuple):
     buffers: int  # in the pool, once the backward has ended
 
 
-def at_the_end_of_backward(reduce_dtype: Any, bias: bool, most: int) -> Found:
+def at_the_end_of_backward(reduce_dtype: Any, in_bucket: int, most: int) -> Found:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(LAYERS)))
-    tuning = Tuning(bucket_bytes=LAYER_BYTES, neighbours=False)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(in_bucket * BUCKETS)))
+    tuning = Tuning(bucket_bytes=4 * NUMEL * in_bucket, neighbours=False)
     opt = ShardedAdamW(model, stage=2, reduce_dtype=reduce_dtype, tuning=tuning)
     seen: list[tuple[list[int], list[int]]] = []
     finish = Reducer.finish
@@ -60,20 +60,20 @@ def at_the_end_of_backward(reduce_dtype: Any, bias: bool, most: int) -> Found:
 
 def test_buffers_are_free_once_they_are_encoded(ranks: Pool) -> None:
     for reduce_dtype in ("int8", "int4"):
-        for found in ranks.run(at_the_end_of_backward, reduce_dtype, True, 1 << 40, world=WORLD):
-            assert found.read == [0] * LAYERS and found.buffers == 1, (reduce_dtype, found)
+        for found in ranks.run(at_the_end_of_backward, reduce_dtype, 2, 1 << 40, world=WORLD):
+            assert found.read == [0] * BUCKETS and found.buffers == 1, (reduce_dtype, found)
         # A gradient alone in its bucket is sent from where it is.
-        for found in ranks.run(at_the_end_of_backward, reduce_dtype, False, 1 << 40, world=WORLD):
-            assert found.read == [0] * LAYERS and found.buffers == 0, (reduce_dtype, found)
-    for found in ranks.run(at_the_end_of_backward, None, True, 1 << 40, world=WORLD):
-        assert found.read == [LAYER_BYTES // 4] * LAYERS and found.buffers == LAYERS, found
+        for found in ranks.run(at_the_end_of_backward, reduce_dtype, 1, 1 << 40, world=WORLD):
+            assert found.read == [0] * BUCKETS and found.buffers == 0, (reduce_dtype, found)
+    for found in ranks.run(at_the_end_of_backward, None, 2, 1 << 40, world=WORLD):
+        assert found.read == [2 * NUMEL] * BUCKETS and found.buffers == BUCKETS, found
 
 
 def test_the_limit_counts_codes(ranks: Pool) -> None:
     """The messages of a rank to each, itself included, and what each sends to it: of codes with a scale a block."""
     for reduce_dtype, itemsize in (("int8", 1 + 4 / 256), ("int4", 1 / 2 + 4 / 256)):
-        message = round(LAYER_BYTES // 4 // WORLD * itemsize)
+        message = int(2 * NUMEL // WORLD * itemsize)
         for number in (BUCKETS_UNDER_WAY, 4):
             most = number * (2 * WORLD - 1) * message
-            for found in ranks.run(at_the_end_of_backward, reduce_dtype, True, most, world=WORLD):
+            for found in ranks.run(at_the_end_of_backward, reduce_dtype, 2, most, world=WORLD):
                 assert len(found.nbytes) == number and sum(found.nbytes) == most, (reduce_dtype, found)
