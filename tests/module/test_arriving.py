@@ -437,8 +437,8 @@ def test_what_no_guard_sees_finds_nan(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(unseen_reads, tmp_path, world=2) == [{}, {}]
 
 
-def kept_addresses(folder: Path) -> tuple[list[Tensor], int]:
-    """What lies at addresses of params on their way, and how many arrive while something else shows their memory."""
+def kept_addresses(folder: Path) -> tuple[list[Tensor], list[Tensor], int]:
+    """What lies at addresses of params on their way, what arrives, and how many do while something shows their memory."""
     moments, is_sender = Moments(folder), dist.get_rank() == 0
     model, optimizer = made()
     found = []
@@ -453,21 +453,25 @@ def kept_addresses(folder: Path) -> tuple[list[Tensor], int]:
         for each in held:
             each.let_go()
         values = [param.detach() for param in model.parameters()]
+    arrived = [each.clone() for each in values]
     backward(model, optimizer)
     with nothing_compiled():
         optimizer.step()  # beside ``values``
     under_way = arriving(model)
     assert all(torch.equal(each, param) for each, param in zip(values, model.parameters(), strict=True))
-    return found, under_way
+    return found, arrived, under_way
 
 
 def test_what_has_not_arrived_is_nan_and_never_older(ranks: Pool, tmp_path: Path) -> None:
-    _, (found, under_way) = ranks.run(kept_addresses, tmp_path, world=2)
+    _, (found, arrived, under_way) = ranks.run(kept_addresses, tmp_path, world=2)
     assert under_way == 0
     assert sum(each.isnan().float().mean() for each in found) > 0.3 * len(found)  # rank 0's
     torch.manual_seed(0)
-    for each, old in zip(found, Model().parameters(), strict=True):
-        assert not torch.equal(each, old.flatten())
+    # The bias before the norm has a gradient of rounding alone: on some processors its step changes no bit.
+    rows = list(zip(found, arrived, Model().parameters(), strict=True))
+    changed = [(each, old) for each, new, old in rows if not torch.equal(new, old)]
+    assert len(changed) >= len(rows) - 1
+    assert not any(torch.equal(each, old.flatten()) for each, old in changed)
 
 
 # -- a training --------------------------------------------------------------------------------------------------------
