@@ -438,7 +438,7 @@ def test_what_no_guard_sees_finds_nan(ranks: Pool, tmp_path: Path) -> None:
 
 
 def kept_addresses(folder: Path) -> tuple[list[Tensor], list[Tensor], int]:
-    """What lies at addresses of params on their way, what arrives, and how many do while something shows their memory."""
+    """What lies where params are on their way, what arrives, and how many do while something shows their memory."""
     moments, is_sender = Moments(folder), dist.get_rank() == 0
     model, optimizer = made()
     found = []
