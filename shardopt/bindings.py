@@ -85,6 +85,7 @@ class Bindings:
         self.stream: weakref.ref[WeightStream] | None = None  # of weights; the last one
         self._has_warned = False  # of frozen params that stay whole
         self._domains: Domains | None = None  # from the first forward or step on
+        self.domains: list[Domain] = []  # all of them
         self._retire: list[weakref.finalize[Any, Any]] = []
 
     # -- what the optimizer holds --------------------------------------------------------------------------------------
@@ -176,18 +177,13 @@ class Bindings:
         return None if self._domains is None else self._domains.main
 
     @property
-    def domains(self) -> list[Domain]:
-        """All domains; empty before the first forward or step."""
-        return [] if self._domains is None else self._domains.domains
-
-    @property
     def is_bound(self) -> bool:
         """True from the first forward or step on: there are domains."""
         return self._domains is not None
 
     def unbind(self) -> None:
         """Forgets the domains, which were released: the next forward or step binds anew."""
-        self._domains = None
+        self._domains, self.domains = None, []
 
     def ensure_domains(self) -> Domains:
         """Returns the domains; the first call makes the main one."""
@@ -195,6 +191,7 @@ class Bindings:
             main = self._make_domain(self._process_group())
             release = self._make_release(main)
             self._domains = self.states.domains_of_model = Domains(main, self.options, self.local_params)
+            self.domains = self._domains.domains
             if self.takeover is not None:
                 self.takeover.use_domain(main, release)
         return self._domains
@@ -265,7 +262,8 @@ class Bindings:
     def finish_gathers(self) -> None:
         """Waits for params that a step left under way."""
         for domain in self.domains:
-            domain.finish_gather()
+            if domain.overlapped_gather is not None:
+                domain.finish_gather()
 
     # -- binding -------------------------------------------------------------------------------------------------------
 

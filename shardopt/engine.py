@@ -28,9 +28,8 @@ from .partition.comm.together import Relay
 from .states.consolidate import consolidate, rank_to_gather_on
 from .states.table import StateTable
 from .states.torch_format import check_same_rules, read_state_dict, read_states_of_params
-from .step.clipping import remember_norm
+from .step.decide import remember_norm
 from .step.step import NOTHING_DONE, Call, run_step
-from .step.survey import StepPlanner
 from .step.update_in_backward import UpdateInBackward, drop_gradients
 
 if TYPE_CHECKING:
@@ -44,7 +43,8 @@ if TYPE_CHECKING:
     from .partition.comm.group import Ranks
     from .rules import Rule
     from .step.launches import Launch
-    from .step.step import Outcome, Planners
+    from .step.step import Outcome
+    from .step.survey import Plans
 
 # The engines of this process, oldest first: optimizers of one module read each other's params, and DDP's join() finds
 # the optimizers of its params. It is the only table of the process that outlives a call.
@@ -53,8 +53,7 @@ _LIVE: list[weakref.ref[Engine]] = []
 
 def live_engines() -> list[Engine]:
     """Returns the engines that were neither dropped nor closed, oldest first."""
-    found = [reference() for reference in _LIVE]
-    return [engine for engine in found if engine is not None and not engine.is_closed]
+    return [engine for each in _LIVE if (engine := each()) is not None and not engine.is_closed]
 
 
 def _coverages() -> list[Coverage]:
@@ -69,7 +68,7 @@ class Engine(Bindings):
         unread: keys of param groups that choose another rule than the optimizer has.
         fixed: values of param groups that belong to the class: no state dict or checkpoint changes them.
         grad_norm, updates: see :class:`ShardedOptimizer`.
-        planners: of the steps that were taken, by domain.
+        plans: of the steps that were taken, by domain.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Engine(Bindings):
         self.check_arguments, self.unread, self.fixed = check_arguments, unread, fixed or {}
         self.grad_norm: float | None = None
         self.updates = 0
-        self.planners: Planners = {}  # of the steps, by domain
+        self.plans: Plans = {}  # of the steps, by domain
         self.release: UpdateInBackward | None = None  # in place of the steps, where gradients are released
         self.away: Offload | None = None  # where offload() moved masters and states
         self._stepping = self.turn.take_between("step()")
@@ -163,14 +162,13 @@ class Engine(Bindings):
             return None
         me = weakref.ref(self)
 
-        def begin() -> tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], StepPlanner]:
+        def begin() -> tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], Plans]:
             engine = me()
             assert engine is not None  # hooks live as long as the engine
             engine.check_weights("a backward with release_gradients=True")
             check_not_unsharded(engine.domains, "a backward with release_gradients=True")
             engine.states.consolidated = None
-            planner = engine.planners.setdefault(domain, StepPlanner(domain))
-            return engine.local_groups(), engine.defaults, engine.ensure_domains().whole, planner
+            return engine.local_groups(), engine.defaults, engine.ensure_domains().whole, engine.plans
 
         def took_step(norm: float) -> None:
             engine = me()
@@ -183,10 +181,10 @@ class Engine(Bindings):
     def _plan_ahead(self) -> Mapping[Shard, Sequence[Launch]]:
         """Returns the launches of the coming step, before its gradients have come, as far as they are known."""
         main = self.domain
-        if main is None or len(self.domains) > 1 or main not in self.planners:
+        if main is None or len(self.domains) > 1 or main not in self.plans:
             return {}
         groups = self.local_groups()
-        return self.planners[main].launches_ahead(groups, [plain_numbers(group) for group in groups])
+        return self.plans[main].launches_ahead(main.listed(groups), [plain_numbers(group) for group in groups])
 
     def step(self, closure: Callable[[], Any] | None, scaling: Callable[[], tuple[float, bool]]) -> Any:
         """Collective: one step. Returns what the closure returned.
@@ -207,7 +205,12 @@ class Engine(Bindings):
         try:
             if self.stream is not None:
                 self._interrupt_stream()
-            self._check_awake()
+            for domain in self.domains:
+                if domain.sharded is not None and domain.sharded.is_asleep:
+                    raise StateError(
+                        "call optimizer.reload() before step(), on every rank: params were offloaded by "
+                        "offload(params=True), and an update writes them on the device."
+                    )
             if closure is None:
                 self._begin_step()
             else:
@@ -225,7 +228,8 @@ class Engine(Bindings):
             raise settled
         call = Call(self.defaults, closure is not None, relay.problem, *scaled)
         try:
-            self._announce("step", call)
+            if self.joining is not None:
+                self._announce("step", call)
             self._take(call)
             return loss
         except BaseException:
@@ -256,14 +260,6 @@ class Engine(Bindings):
         with torch.enable_grad():
             return evaluate()
 
-    def _check_awake(self) -> None:
-        for domain in self.domains:
-            if domain.sharded is not None and domain.sharded.is_asleep:
-                raise StateError(
-                    "call optimizer.reload() before step(), on every rank: params were offloaded by "
-                    "offload(params=True), and an update writes them on the device."
-                )
-
     def _interrupt_stream(self) -> None:
         """Raises an error if a stream of weights is open: a step would change weights that other ranks still read."""
         stream = self.open_stream
@@ -279,10 +275,17 @@ class Engine(Bindings):
             self._take(call)
 
     def _take(self, call: Call) -> None:
-        # Params whose values are released check every attribute that is read.
-        with torch.set_grad_enabled(False), torch._C.DisableTorchFunctionSubclass():
-            updated, norm = self._close_released(call) if self.options.release_gradients else self._run(call)
-        self.states.end_step(self.groups)
+        groups, has_grad = self.groups, torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # by hand: the context manager costs every step four more calls
+        try:
+            # Params whose values are released check every attribute that is read.
+            with torch._C.DisableTorchFunctionSubclass():
+                updated, norm = (
+                    self._close_released(call) if self.options.release_gradients else self._run(call, groups)
+                )
+        finally:
+            torch._C._set_grad_enabled(has_grad)
+        self.states.end_step(groups)
         self.grad_norm = norm
         self.updates += updated
         if self.takeover is not None:
@@ -298,11 +301,11 @@ class Engine(Bindings):
         drop_gradients(self.params)  # before the first forward there are none
         return NOTHING_DONE
 
-    def _run(self, call: Call) -> Outcome:
-        groups, domains = self.groups, self.ensure_domains()
+    def _run(self, call: Call, groups: list[dict[str, Any]]) -> Outcome:
+        domains = self.ensure_domains()
         by_domain = domains.groups_by_domain(groups, self._make_expert_domain)
         if domains.is_alone and is_resharded(domains.domains):
-            outcome = run_step(by_domain, (), call, self._bind_params, self.planners)
+            outcome = run_step(by_domain, (), call, self._bind_params, self.plans)
         else:
             outcome = self._run_with_others(by_domain, groups, call)
         if outcome[0]:
@@ -329,7 +332,7 @@ class Engine(Bindings):
         call = call._replace(problem=relay.problem)
         try:
             with resharded(domains.domains, call.problem):
-                return run_step(by_domain, domains.whole, call, self._bind_params, self.planners)
+                return run_step(by_domain, domains.whole, call, self._bind_params, self.plans)
         finally:
             self.local_params.drop_gradients()
             self.local_params.update_dtensors()
@@ -433,7 +436,7 @@ class Engine(Bindings):
         self.states.end_all("close()")
         for domain in self.domains:
             domain.release()
-        self.planners.clear()
+        self.plans.clear()
         self.local_params.update_dtensors()
-        self._domains, self.away, self.is_closed = None, None, True
+        self._domains, self.domains, self.away, self.is_closed = None, [], None, True
         self.states = StateTable(self.rule, self.local_params)

@@ -34,7 +34,7 @@ def reload(engine: Engine, states: object) -> None:
     with engine.turn.take_together("reload()"):
         for domain in engine.domains:
             wake(domain)
-        engine.planners.clear()  # plans have views of where params were
+        engine.plans.clear()  # plans have views of where params were
     if is_all:
         _move(engine, "reload()", None)
 
@@ -51,5 +51,5 @@ def _move(engine: Engine, call: str, to: Offload | None, sleeps: bool = False) -
         if move_states(engine.domains, to):
             engine.away = to
         for end in ends:
-            engine.planners.clear()  # plans keep views of params
+            engine.plans.clear()  # plans keep views of params
             end()

@@ -43,7 +43,7 @@ def timings(engine: Engine) -> Timings:
 def program(engine: Engine) -> str:
     """See :meth:`ShardedOptimizer.program`."""
     with engine.turn.take("program()"):
-        return "\n\n".join(str(planner.program) for planner in engine.planners.values())
+        return "\n\n".join(str(each.program) for each in engine.plans.values())
 
 
 def memory(engine: Engine) -> Memory:

@@ -68,7 +68,7 @@ def _rebind(engine: Engine) -> None:
     if takeover.casts is not None:
         takeover.casts.undo()
     engine.retire_domains()
-    engine.planners.clear()
+    engine.plans.clear()
     engine.local_params.update_dtensors()
     engine.unbind()
     engine.release = None

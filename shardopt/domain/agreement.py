@@ -89,6 +89,11 @@ def agree(view: StepDigest, ranks: Ranks, one_copy: Sequence[int] = ()) -> Conse
         DisagreementError: another rank's problem, or the first difference between the views; on every rank.
         CommunicationError: a rank is missing.
     """
+    if ranks.size == 1:  # it has nothing to compare with
+        if view.problem is not None:
+            raise view.problem
+        limbs = view.limbs if one_copy else ()
+        return Consensus(view.overflow, view.nonfinite, limbs, view.written > 0, view.proposes_order)
     rows = ranks.exchange(view.row(), "agreeing on the step")
     first, flags, nonfinite, differs, is_witnessed = rows[0], 0, 0, False, False
     for row in rows:

@@ -214,10 +214,14 @@ class Domain:
         assert self.links is not None
         return self.links.shards
 
-    def unbound(self, groups: Sequence[Group]) -> list[Candidate]:
-        """Returns the params that a step needs and that are not bound: those that train, or have a gradient."""
-        entries = self.entries
-        if not any(map(_is_needed, self.listed(groups).others)):
+    def unbound(self, groups: Sequence[Group], listed: ListedParams | None = None) -> list[Candidate]:
+        """Returns the params that a step needs and that are not bound: those that train, or have a gradient.
+
+        Args:
+            listed: those of the groups, where they were looked up.
+        """
+        entries, others = self.entries, (listed or self.listed(groups)).others
+        if not (others and any(map(_is_needed, others))):
             return []  # nearly every step ends here, before names are made
         return [
             (name, param, group)
@@ -239,10 +243,8 @@ class Domain:
         """
         return [] if self._listed is None or self.options.module is not None else self._listed.left
 
-    def drop_left(self) -> bool:
-        """Frees what :attr:`left` numbers, the same on all ranks. Returns False if there is nothing."""
-        if not self.left:
-            return False
+    def drop_left(self) -> None:
+        """Frees what :attr:`left` numbers, the same on all ranks."""
         gone = [self.shards[number] for number in self.left]
         self.on_freed([param for shard in gone for param in shard.bucket.params])
         with self.epoch.loading():
@@ -258,7 +260,6 @@ class Domain:
                     self.cut_over.pop(param, None)
                     self.locals.forget(param)
             self._listed = None
-        return True
 
     def adopt(self, links: Links, shards: Sequence[Shard], entries: Sequence[ParamRecord]) -> None:
         """Adds what all ranks have made to the table. Allocates nothing, so it cannot fail on one rank alone."""

@@ -91,8 +91,8 @@ class Clock:
         if self._first is None:
             self._first = dict(self._now)
         else:
-            self._steps.append(dict(self._now))
-        self._now.clear()
+            self._steps += (dict(self._now),)
+        self._now = defaultdict(float)
         self._ended += 1
 
     def read(self, rank: int = 0, note: str | None = None) -> "Timings":

@@ -24,10 +24,8 @@ import torch
 
 from ..tensors.gradient import GradientPart
 from ..tensors.unsharded_guard import gradient_in
-from .alike import AlikeParams, StepScalars
-from .launches import KeptChunks, Launch, LaunchForm, StepPlan, forms_of
-from .param_update import ParamUpdate
-from .variants import Variants
+from .launches import KeptChunks, Launch, LaunchForm, Program, StepPlan, forms_of
+from .params import AlikeParams, ParamUpdate, Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from ..domain.listed import ListedParams
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
-    from .op import Program
 
 Numbers = Sequence[dict[str, Any]]  # the hyper-parameters of each group, as plain numbers
 
@@ -84,51 +81,12 @@ class Facts:
         return [self._known[1], *seen]
 
 
-class _FrozenLaunch:
-    """A launch, and which of the step's updates are its rows.
-
-    Attributes:
-        is_ahead: True if it is known before the gradients have come.
-        stays: True if all of it but the scalars is the same in each step.
-    """
-
-    def __init__(self, form: LaunchForm, number_of: Mapping[ParamRecord, int], updates: Sequence[ParamUpdate]):
-        self._form, self.shard, self._rows = form, form.shard, list(form.entries)
-        self._numbers = [number_of[entry] for entry in form.entries.values()]
-        # Sums stay where they are: the updates of all steps are the same.
-        self._updates = self._of(updates) if form.reads_sums else None
-        # So are launches, where scalars are all that a step tells the kernel.
-        self.is_ahead = form.reads_sums and len(form.spec.passes) == 1
-        self.is_ahead = self.is_ahead and form.whole.around is None and not form.whole.margins
-        self.stays = self.is_ahead and not form.spec.needs_noise
-        self._kept: tuple[torch.device, Launch, np.ndarray[Any, Any]] | None = None
-
-    def _of(self, updates: Sequence[ParamUpdate]) -> dict[int, ParamUpdate]:
-        return dict(zip(self._rows, [updates[number] for number in self._numbers], strict=True))
-
-    def launch(self, updates: Sequence[ParamUpdate], scalars: StepScalars, seed: int) -> Launch:
-        form, shard = self._form, self.shard
-        if self._kept is not None:
-            device, launch, table = self._kept
-            if device == shard.home.device and launch.gradients is shard.sum_table:
-                form.fill(table, scalars)
-                return launch
-        found = form.launch(self._of(updates) if self._updates is None else self._updates, scalars, seed)
-        if self.stays:
-            self._kept = shard.home.device, found, found.scalars.numpy()
-        return found
-
-
-def without_gradients(updates: Sequence[ParamUpdate]) -> list[ParamUpdate]:
-    """Returns the updates as a plan may keep them: parts of reduced gradients stay, other gradients are let go."""
-    return [each if each.gradient_slice is not None else ParamUpdate(*each[:3]) for each in updates]
-
-
 class FrozenStep:
     """The plan of one domain's steps, but for what each step evaluates.
 
     Attributes:
-        program: of the updates.
+        kept: the updates, without gradients that are not kept.
+        program: of the updates; who makes the plan sets it.
         states: the names of the states that each shard needs.
         awaited: the updates whose gradients are still to come, if they come bucket by bucket.
     """
@@ -139,20 +97,19 @@ class FrozenStep:
         listed: ListedParams,
         numbers: Numbers,
         updates: Sequence[ParamUpdate],
-        states: dict[Shard, dict[str, None]],
-        program: Program,
         awaits: bool = False,
     ):
         """
         Args:
             updates: of the step that is planned, with their gradients, which are not kept.
-            program: of the updates, made of what :func:`without_gradients` returns.
             awaits: True if gradients come bucket by bucket, while the step goes on.
         """
-        self._domain, self._listed, self._numbers, self.states = domain, listed, numbers, states
+        self._domain, self._listed, self._numbers = domain, listed, numbers
+        variants = Variants(domain.rule, numbers)
+        self.states = _states_of(domain, listed, variants)
         self.awaited = {each.entry: each for each in updates} if awaits else {}
         self._is_new: set[ParamRecord] = set(listed.entries).difference(self.awaited) if awaits else set()
-        self._forms: dict[Shard, tuple[list[Any], list[LaunchForm]]] = {}  # of buckets whose gradients have come
+        self._forms_of: dict[Shard, tuple[list[Any], list[LaunchForm]]] = {}  # of buckets whose gradients have come
         self._awaits = awaits
         self._revision = domain.epoch.revision
         self._alike = AlikeParams(domain.rule, numbers, updates)
@@ -188,22 +145,18 @@ class FrozenStep:
                 for number, each in zip(numbers_of_listed, updates, strict=True)
             )
         )
-        # -- updates: their columns
-        kept = without_gradients(updates)
+        # -- updates, as a plan may keep them: parts of reduced gradients stay, other gradients are let go
+        kept = [each if each.gradient_slice is not None else ParamUpdate(*each[:3]) for each in updates]
         self._columns: list[list[Any]] = [[each[n] for each in kept] for n in range(len(ParamUpdate._fields))]
         self._sums = kept if len(self._slices) == len(kept) else None  # the updates of every step
-        self.program = program
+        self.kept, self.program = kept, Program()
         by_shard: dict[Shard, dict[int, ParamUpdate]] = {shard: {} for shard in domain.shards}
         for each in () if awaits else updates:
             by_shard[each.entry.shard][each.entry.index] = each
-        variants, number_of = Variants(domain.rule, numbers), {each.entry: n for n, each in enumerate(updates)}
-        self._launches = [
-            _FrozenLaunch(form, number_of, updates)
-            for shard, its in by_shard.items()
-            for form, _ in forms_of(shard, variants, its, self._alike)
-        ]
+        self._forms = [form for shard, its in by_shard.items() for form in forms_of(shard, variants, its, self._alike)]
+        self._reads_sums = all([form.reads_sums for form in self._forms])
         # The chunks of other launches hold gradients, which are let go.
-        self._kept: KeptChunks | None = {} if all([each.stays for each in self._launches]) else None
+        self._kept: KeptChunks | None = {} if all([form.stays for form in self._forms]) else None
 
     def _choose(self, numbers: Numbers) -> list[Any]:
         """Returns what of the groups chooses kernels and the order of work: the rest is scalars."""
@@ -216,7 +169,7 @@ class FrozenStep:
         if not self._holds_before_gradients(listed, numbers):
             return False
         grads: list[Any] = [] if self._awaits else list(map(gradient_in, listed.params))
-        return self._types == list(map(type, grads)) and self._show_sums(grads) and self._are_plain(grads)
+        return self._types == list(map(type, grads)) and self._are_as_before(grads)
 
     def _holds_before_gradients(self, listed: ListedParams, numbers: Numbers) -> bool:
         """True if all but the gradients is as it was."""
@@ -235,37 +188,31 @@ class FrozenStep:
         """Returns the launches of the coming step, before its gradients have come, as far as they are known."""
         if self._awaits or not self._holds_before_gradients(listed, numbers):
             return {}
-        of_shard: dict[Shard, list[_FrozenLaunch]] = {}
-        for each in self._launches:
-            of_shard.setdefault(each.shard, []).append(each)
-        scalars, seed = self._alike.scalars(numbers), self._domain.options.tuning.seed
+        of_shard: dict[Shard, list[LaunchForm]] = {}
+        for form in self._forms:
+            of_shard.setdefault(form.shard, []).append(form)
+        self._alike.evaluate(numbers)
         return {
-            shard: [each.launch((), scalars, seed) for each in its]
+            shard: [form.launch({}, self._alike, self._domain.options.tuning.seed) for form in its]
             for shard, its in of_shard.items()
-            if all(each.is_ahead for each in its)
+            if all(form.is_ahead for form in its)
         }
 
-    def _show_sums(self, grads: Sequence[Any]) -> bool:
-        """True if the parts among the gradients show the sums, whole and divided as when the step was planned."""
-        slices = self._slices
-        if not slices:
-            return True
-        parts = grads if self._are_parts else [each for each in grads if type(each) is GradientPart]
-        return (
-            all(map(is_, map(_PART, slices), parts))
-            and all(map(is_, map(_PENDING, slices), repeat(None)))
-            and self._divisors == list(map(_DIVISOR, slices))
-        )
+    def _are_as_before(self, grads: Sequence[Any]) -> bool:
+        """True if the gradients are as when the step was planned, but for their addresses and values.
 
-    def _are_plain(self, grads: Sequence[Any]) -> bool:
-        """True if all other gradients lie in memory as when the step was planned, but for their addresses."""
-        if self._are_parts:
-            return True
-        plain = grads if self._plain is None else [grads[number] for number in self._plain]
-        for attributes, get in zip(self._attributes, _OF_GRADIENT, strict=True):
-            if list(map(get, plain)) != attributes:
+        Parts show the sums, whole and divided as then; all others lie in memory as then.
+        """
+        slices = self._slices
+        if slices:
+            parts = grads if self._are_parts else [each for each in grads if type(each) is GradientPart]
+            show_sums = all(map(is_, map(_PART, slices), parts)) and all(map(is_, map(_PENDING, slices), repeat(None)))
+            if not show_sums or self._divisors != list(map(_DIVISOR, slices)):
                 return False
-        return True
+            if self._are_parts:
+                return True
+        plain = grads if self._plain is None else [grads[number] for number in self._plain]
+        return all([list(map(get, plain)) == self._attributes[n] for n, get in enumerate(_OF_GRADIENT)])
 
     def plan(self, numbers: Numbers, updates: Sequence[ParamUpdate] | None = None) -> StepPlan:
         """Returns the plan of a step, without what its gradients hold.
@@ -279,18 +226,21 @@ class FrozenStep:
             present = grads if len(self._present) == len(grads) else [grads[number] for number in self._present]
             updates = self._updates(present)
         self._numbers = numbers
-        scalars, seed = self._alike.scalars(numbers), domain.options.tuning.seed
+        alike, seed = self._alike, domain.options.tuning.seed
+        alike.evaluate(numbers)
+        of_entry = {} if self._reads_sums else {each.entry: each for each in updates}
         return StepPlan(
             domain,
             numbers,
             updates,
-            [each.launch(updates, scalars, seed) for each in self._launches],
-            list(zip(self._alike.histories, scalars.of_alike, strict=True)),
+            [form.launch(of_entry, alike, seed) for form in self._forms],
+            list(zip(alike.histories, alike.scalars, strict=True)),
             self._facts.now() if domain.mesh.world.size > 1 else [],  # one rank has nothing to compare with
             self._versions is not None,
             self.states,
             program=self.program,
             kept=self._kept,
+            slices=self._slices if self._sums is not None else (),
         )
 
     def _updates(self, grads: Sequence[torch.Tensor]) -> list[ParamUpdate]:
@@ -303,7 +253,8 @@ class FrozenStep:
 
     def begin(self, numbers: Numbers) -> None:
         """Evaluates the scalars of a step, before the first bucket is updated."""
-        self._numbers, self._scalars = numbers, self._alike.scalars(numbers)
+        self._numbers = numbers
+        self._alike.evaluate(numbers)
 
     def awaits_all(self, entries: Iterable[ParamRecord]) -> bool:
         """True if these params are planned, or in no param group."""
@@ -316,20 +267,27 @@ class FrozenStep:
             updates: index in the bucket -> an awaited update, with its gradient.
         """
         domain, key = self._domain, [(index, each.grad.dtype, each.divisor) for index, each in updates.items()]
-        known, forms = self._forms.get(shard, ([], []))
+        known, forms = self._forms_of.get(shard, ([], []))
         if known != key:
-            variants = Variants(domain.rule, self._numbers)
-            forms = [form for form, _ in forms_of(shard, variants, updates, self._alike)]
-            self._forms[shard] = key, forms
-        seed, of_row = domain.options.tuning.seed, [updates.get(piece.param) for piece in shard.pieces]
-        found: list[Launch] = []
-        for form in forms:
-            rows = {row: each for row in form.entries if (each := of_row[row]) is not None}
-            found.append(form.launch(rows, self._scalars, seed))
-        return found
+            forms = list(forms_of(shard, Variants(domain.rule, self._numbers), updates, self._alike))
+            self._forms_of[shard] = key, forms
+        of_entry = {each.entry: each for each in updates.values()}
+        return [form.launch(of_entry, self._alike, domain.options.tuning.seed) for form in forms]
 
     def was_taken(self) -> None:
         """Notes that the step's params were updated, and their versions with them: the next step may be a replay."""
         self._versions = list(map(_VERSION, self._params))
         for entry, version in zip(self._entries, self._versions, strict=True):
             entry.version = version
+
+
+def _states_of(domain: Domain, listed: ListedParams, variant_of: Variants) -> dict[Shard, dict[str, None]]:
+    """Returns the names of the states that each shard needs.
+
+    They follow from the groups alone, not from what this rank holds: the shards of all ranks then hold the same states.
+    """
+    states: dict[Shard, dict[str, None]] = {shard: {} for shard in domain.shards}
+    for group, shard in listed.shards:
+        # All params of a bucket give one answer to what a rule asks of them.
+        states[shard].update(dict.fromkeys(variant_of(group, shard.bucket.params[0].shape).states))
+    return states

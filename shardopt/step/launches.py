@@ -19,34 +19,33 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ..domain.shard_tables import joined_table
-from ..kernels.formats import ROOT2, format_of
+from ..kernels.formats import BF16, ROOT2, format_of
 from ..kernels.launch import backend_of
 from ..kernels.products import COLUMNS as PRODUCT_COLUMNS
 from ..kernels.reductions import LIMBS
+from ..kernels.spec import Spec
 from ..kernels.tables import BLOCK, Factors, Gradients, JoinedStreams, Streams, noise_from
-from .matrix_passes import plan_apply, spec_of
-from .op import Program
-from .variants import Variants, param_geometry
+from ..rules.passes import passes_of
+from .params import AlikeParams, ParamUpdate, Variants, param_geometry
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.history import History
     from ..domain.param import ParamRecord
     from ..domain.shard import Shard
+    from ..kernels.formats import Format
     from ..kernels.products import Products
-    from ..kernels.spec import Pass, Spec
+    from ..kernels.spec import Pass
+    from ..partition.comm.together import Relay
     from ..rules import Variant
     from ..rules.matrix import MatrixScalars
-    from .alike import AlikeParams, ParamScalars, StepScalars
-    from .matrix_passes import Apply
-    from .param_update import ParamUpdate
+    from ..tensors.gradient_slice import GradientSlice
 
 
 # By shard, the chunks that the last step updated, and what they were made of; see ``update.chunks_of``.
@@ -71,7 +70,8 @@ class Launch:
     divisor: int  # of every gradient: how many were added up
     noise: torch.Tensor | None  # 2D [num_rows, 4] int32; None if everything is rounded to nearest
     is_on_host: bool  # true if the gradients are in host memory and the shard is on a device
-    apply: Apply | None = None  # of a rule of whole matrices: the pass that follows
+    # Of a rule of whole matrices: the pass that follows, but for where its updates lie.
+    apply: Launch | None = None
     products: Products | None = None  # of a factored rule
     # Of a rule of whole matrices, row -> the scalars of the matrices of its param, where they differ.
     runs: Mapping[int, tuple[MatrixScalars, ...]] = field(default_factory=dict)
@@ -98,16 +98,35 @@ class Launch:
         return replace(self, divisor=1)
 
 
-class GradientStats(NamedTuple):
-    """What the gradients hold, as far as the decision needs it."""
+class Op(Protocol):
+    """One part of an update, to which all ranks come in the same order; what it works on is an ``Update``."""
 
-    nonfinite: int = 0  # Inf and NaN in this rank's shards
-    limbs: tuple[int, ...] = (0,) * LIMBS  # sum of squares of this rank's shards
-    witness: int = 0  # bits of a float64: a sample that must be alike on all ranks, see survey.py
-    norm: float | None = None  # 2-norm of all gradients, where every rank knows it
+    def run(self, update: Any, relay: Relay) -> None:
+        """Does this rank's part; collective where other ranks wait for it, also if this rank has failed.
+
+        Raises:
+            Exception: an error that all ranks of the domain know of. Any other one goes into the relay.
+        """
 
 
-_NO_GRADIENTS = GradientStats()
+@dataclass(frozen=True)
+class Program:
+    """What the updates of one domain do, in order; frozen with the plan of its steps, see ``program.py``.
+
+    Attributes:
+        of_matrices: the shards whose rule is one of whole matrices, in the order of their updates.
+    """
+
+    ops: tuple[Op, ...] = ()
+    of_matrices: tuple[Shard, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(_told, self.ops))
+
+
+def _told(op: Op) -> str:
+    what, number = (type(op).__doc__ or "").partition("\n")[0], getattr(op, "number", None)
+    return f"{type(op).__name__}{'' if number is None else f' {number}'}: {what}"
 
 
 @dataclass
@@ -119,29 +138,35 @@ class StepPlan:
     updates: Sequence[ParamUpdate] = ()
     launches: list[Launch] = field(default_factory=list)
     # Each history of the params that are updated, with the scalars that it carries on.
-    advances: Sequence[tuple[History, ParamScalars]] = ()
+    advances: Sequence[tuple[History, tuple[tuple[float, ...], dict[str, float]]]] = ()
     facts: Sequence[Any] = ()  # of all params, JSON-able: their steps and gradients must be alike on all ranks
     is_replayed: bool = False  # True if the records of the params already say all that an update changes in them
     states: dict[Shard, dict[str, None]] = field(default_factory=dict)  # names each shard needs, the same on all ranks
     written: list[ParamRecord] = field(default_factory=list)  # params that others wrote since the last step
     sources: Sequence[ParamRecord] = ()  # those of them whose ``data`` is a tensor that is not taken yet
-    stats: GradientStats = _NO_GRADIENTS
+    slices: Sequence[GradientSlice] = ()  # of the updates, if all read sums
+    # What the gradients hold, as far as the decision needs it.
+    nonfinite: int = 0  # Inf and NaN in this rank's shards
+    limbs: tuple[int, ...] = (0,) * LIMBS  # sum of squares of this rank's shards
+    witness: int = 0  # bits of a float64: a sample that must be alike on all ranks, see survey.py
+    norm: float | None = None  # 2-norm of all gradients, where every rank knows it
     margins: dict[ParamRecord, dict[str, torch.Tensor]] = field(default_factory=dict)  # new ones, from the update on
     program: Program = field(default_factory=Program)  # of its update
     kept: KeptChunks | None = None  # the chunks that the last step updated; None: they are not kept
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LaunchForm:
     """What of a launch stays as long as the same params take part, with gradients of one kind at other addresses.
 
     Attributes:
         whole: the variant of the rule, all passes of it.
-        reads_sums: True if the gradients are all of the shard's, in the memory of the reducer's sums.
-        entries: the params, by row.
-        starts: of each row, which element of the param is the gradient's first.
+        members: the updates of the step that was planned, by row.
+        reads_sums: True if the gradients are all of the shard's, in the memory of the reducer's sums: the updates of
+            all steps are the same.
         alike: numbers of alike params, and the rows that have each one's scalars.
         ties: of the masters, see ``Tables``.
+        stays: True if all of it but the scalars is the same in each step.
     """
 
     shard: Shard
@@ -149,81 +174,106 @@ class LaunchForm:
     spec: Spec
     divisor: int
     is_on_host: bool
+    members: Mapping[int, ParamUpdate]
     reads_sums: bool
-    entries: Mapping[int, ParamRecord]
-    starts: Sequence[int]
     alike: Sequence[tuple[int, list[int]]]
     ties: bool
 
-    def launch(self, updates: Mapping[int, ParamUpdate], scalars: StepScalars, seed: int) -> Launch:
-        """Returns the launch of a step.
+    def __post_init__(self) -> None:
+        whole, members = self.whole, self.members
+        self._starts = [each.start for each in members.values()]
+        self._entries = {row: each.entry for row, each in members.items()}
+        # Is the launch known before the gradients have come? And are scalars all that a step tells the kernel?
+        self.is_ahead = self.reads_sums and len(self.spec.passes) == 1 and whole.around is None and not whole.margins
+        self.stays = self.is_ahead and not self.spec.needs_noise
+        self._kept: tuple[torch.device, Launch, np.ndarray[Any, Any]] | None = None
+        if not self.reads_sums:
+            self.members = {}  # gradients are let go
+
+    def launch(self, updates: Mapping[ParamRecord, ParamUpdate], alike: AlikeParams, seed: int) -> Launch:
+        """Returns the launch of the step whose scalars were evaluated last.
 
         Args:
-            updates: row -> param, the rows of this form in their order.
+            updates: of the step.
         """
-        shard, spec, whole = self.shard, self.spec, self.whole
+        shard = self.shard
+        if self._kept is not None:
+            device, launch, table = self._kept
+            if device == shard.home.device and launch.gradients is shard.sum_table:
+                self._fill(table, alike)
+                return launch
+        rows = self.members if self.reads_sums else {row: updates[entry] for row, entry in self._entries.items()}
+        launch = self._made(rows, alike, seed)
+        if self.stays:
+            self._kept = shard.home.device, launch, launch.scalars.numpy()
+        return launch
+
+    def _made(self, updates: Mapping[int, ParamUpdate], alike: AlikeParams, seed: int) -> Launch:
+        shard, spec, runs = self.shard, self.spec, alike.runs
         if self.reads_sums:
             gradients = shard.sum_table  # of the reducer, which lie where they lay at every step
         else:
             grads = [each.grad for each in updates.values()]
-            gradients = shard.tables.gradients_of(list(updates), grads, self.starts, self.is_on_host)
+            gradients = shard.tables.gradients_of(list(updates), grads, self._starts, self.is_on_host)
         backend_of(shard.home.device).prepare(spec, shard.home.device, gradients.aligned)
         table = np.zeros((shard.tables.num_rows, len(spec.scalars)), dtype=np.float32)
-        self.fill(table, scalars)
-        noise = _noise(seed, shard, updates) if spec.needs_noise else None
-        apply = None
-        if whole.around is not None:
-            values = [(scalars.of_alike[number].values, rows) for number, rows in self.alike]
-            apply = plan_apply(shard, whole.around, values, partial(_noise, seed, shard, updates))
-        last, runs = len(spec.passes) - 1, scalars.runs
-        runs_of_rows = {row: runs[entry] for row, entry in self.entries.items() if entry in runs} if runs else {}
-        return Launch(
+        self._fill(table, alike)
+        launch = Launch(
             shard,
             spec,
-            last,
+            len(spec.passes) - 1,
             gradients,
             torch.from_numpy(table),
             updates,
             self.divisor,
-            noise,
+            _noise(seed, shard, updates) if spec.needs_noise else None,
             self.is_on_host,
-            apply,
-            runs=runs_of_rows,
+            runs={row: runs[entry] for row, entry in self._entries.items() if entry in runs} if runs else {},
             ties=self.ties,
         )
+        return launch if self.whole.around is None else replace(launch, apply=self._apply(launch, alike, seed))
 
-    def fill(self, table: np.ndarray[Any, Any], scalars: StepScalars) -> None:
+    def _apply(self, launch: Launch, alike: AlikeParams, seed: int) -> Launch:
+        """Returns the second pass of a rule of whole matrices, its kernel compiled, with its scalars and noise."""
+        assert self.whole.around is not None
+        shard, (accumulate, apply) = self.shard, self.whole.around
+        spec, device = shard.spec(apply, BF16), shard.home.device
+        backend_of(device).prepare(spec, device, True)
+        table = np.zeros((shard.tables.num_rows, len(apply.scalars)), dtype=np.float32)
+        for number, rows in self.alike:
+            table[rows] = alike.scalars[number][0][len(accumulate.scalars) :]
+        noise = _noise(seed, shard, launch.updates) if spec.needs_noise else None
+        scalars = torch.from_numpy(table)
+        return replace(launch, spec=spec, number=0, scalars=scalars, noise=noise, divisor=1, is_on_host=False, runs={})
+
+    def _fill(self, table: np.ndarray[Any, Any], alike: AlikeParams) -> None:
         """Fills a table with the scalars of a step: few are evaluated, and the rows of each are filled together."""
         width = table.shape[1]
         for number, rows in self.alike:
             # Of a matrix rule, the first pass's; results of reductions are not known.
-            own = scalars.of_alike[number].values[:width]
+            own = alike.scalars[number][0][:width]
             table[rows, : len(own)] = own
 
 
 def forms_of(
     shard: Shard, variants: Variants, updates: Mapping[int, ParamUpdate], alike: AlikeParams
-) -> Iterator[tuple[LaunchForm, dict[int, ParamUpdate]]]:
-    """Yields the forms of the launches that update params of one shard, and the updates of each one's rows.
+) -> Iterator[LaunchForm]:
+    """Yields the forms of the launches that update params of one shard.
 
     Args:
         updates: index of the param in its bucket -> its update.
     """
-    rows: dict[tuple[int, torch.dtype, int, bool, bool], dict[int, ParamUpdate]] = defaultdict(dict)
-    first_with: dict[Variant, int] = {}
-    numbers: dict[int, int] = {}  # of variants, by group: params of one bucket give one answer
+    rows: dict[tuple[Variant, torch.dtype, int, bool, bool], dict[int, ParamUpdate]] = defaultdict(dict)
+    variant_of: dict[int, Variant] = {}  # by group: params of one bucket give one answer
     for row, piece in enumerate(shard.pieces):
         each = updates.get(piece.param)
         if each is not None:
-            if each.group not in numbers:
-                variant = variants(each.group, each.entry.shape)
-                numbers[each.group] = first_with.setdefault(variant, len(first_with))
+            if each.group not in variant_of:
+                variant_of[each.group] = variants(each.group, each.entry.shape)
             ties = each.entry.index in shard.loaded_masters
-            rows[numbers[each.group], each.grad.dtype, each.divisor, each.is_on_host, ties][row] = each
-    kinds = list(first_with)
-    for (kind, dtype, divisor, is_on_host, ties), members in rows.items():
-        whole, format = kinds[kind], format_of(dtype, "a gradient")
-        spec = spec_of(shard, whole, format)
+            rows[variant_of[each.group], each.grad.dtype, each.divisor, each.is_on_host, ties][row] = each
+    for (whole, dtype, divisor, is_on_host, ties), members in rows.items():
+        format = format_of(dtype, "a gradient")
         is_whole = not is_on_host and len(members) == len(shard.pieces)
         reads_sums = is_whole and all([each.gradient_slice is not None for each in members.values()])
         if whole.margins:
@@ -234,13 +284,23 @@ def forms_of(
         rows_of: dict[int, list[int]] = {}
         for row, each in members.items():
             rows_of.setdefault(alike.number_of[each.entry], []).append(row)
-        entries = {row: each.entry for row, each in members.items()}
-        starts = [each.start for each in members.values()]
-        alike_rows = list(rows_of.items())
-        yield (
-            LaunchForm(shard, whole, spec, divisor, is_on_host, reads_sums, entries, starts, alike_rows, ties),
-            members,
-        )
+        spec, of_alike = _spec_of(shard, whole, format), list(rows_of.items())
+        yield LaunchForm(shard, whole, spec, divisor, is_on_host, members, reads_sums, of_alike, ties)
+
+
+def _spec_of(shard: Shard, variant: Variant, grad: Format) -> Spec:
+    """Returns what a launch runs on gradients of this format; of a rule of matrices the first pass, in bf16.
+
+    The update of a shard then lies in a buffer of its own, 1D [shard_numel] bf16, at the places of its params::
+
+        accumulate   gradient, states       -> states, update       the update stands where the param would
+        apply        param, states, update  -> param, states        the function's result stands for the gradient
+    """
+    if variant.around is None:
+        return shard.spec(variant, grad)
+    accumulate, _ = variant.around
+    states = tuple(shard.formats.states[name] for name in accumulate.states)
+    return Spec(passes_of(accumulate), BF16, grad, None, states)
 
 
 def _noise(seed: int, shard: Shard, members: Mapping[int, ParamUpdate]) -> torch.Tensor:

@@ -40,7 +40,7 @@ from ..kernels.products import COLUMNS, FIRST, INNER, OUTER, RUN, Geometry, Marg
 from ..kernels.tables import sent
 from ..partition.comm.together import riding_on
 from ..rules.factored import FactoredRule
-from .variants import Variants, eps_of, param_geometry
+from .params import ParamUpdate, Variants, eps_of, param_geometry
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from ..partition.comm.group import Ranks
     from ..partition.comm.together import Relay
     from .launches import Launch, StepPlan
-    from .param_update import ParamUpdate
 
     Array = np.ndarray[Any, Any]
     Launches = Mapping[Shard, Sequence[Launch]]

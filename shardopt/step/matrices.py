@@ -27,8 +27,8 @@ from ..kernels.tables import BLOCK
 from ..partition.comm.together import riding_on
 from ..partition.matrix_plan import MatrixPlan, MatrixSlice, PlannedMatrix, cost_of, owners_on_mesh, plan_matrices
 from ..rules.matrix import STACK, MatrixRule, matrices_of
+from .params import ParamUpdate, Variants
 from .tensor_mates import PlacedMatrix, put_together
-from .variants import Variants
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ..partition.comm.together import Relay
     from ..rules.matrix import MatrixScalars
     from .launches import Launch, StepPlan
-    from .matrix_passes import Apply
-    from .param_update import ParamUpdate
 
 _OUT, _BACK = "sending slices of matrices to where they are made whole", "sending matrices back in slices"
 
@@ -258,24 +256,11 @@ class MatrixUpdate:
         }
         gradients = shard.tables.gradients(grads)
         for blocks, scalars in _applied_by_run(shard, launch.apply, launch.runs):
-            yield replace(
-                launch,
-                spec=launch.apply.spec,
-                number=0,
-                scalars=scalars,
-                noise=launch.apply.noise,
-                gradients=gradients,
-                updates=updates,
-                divisor=1,
-                is_on_host=False,
-                apply=None,
-                runs={},
-                blocks=blocks,
-            )
+            yield replace(launch.apply, scalars=scalars, gradients=gradients, updates=updates, blocks=blocks)
 
 
 def _applied_by_run(
-    shard: Shard, apply: Apply, runs_of_row: Mapping[int, Sequence[MatrixScalars]]
+    shard: Shard, apply: Launch, runs_of_row: Mapping[int, Sequence[MatrixScalars]]
 ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
     """Yields what the launches of the second pass differ in: the blocks that each updates, None for all, its scalars.
 

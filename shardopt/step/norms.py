@@ -35,13 +35,12 @@ from ..kernels.tables import read_together
 from ..module.gradient_report import Report, ReportLayout
 from ..partition.comm.together import riding_on
 from ..rules.passes import passes_of
-from .variants import Variants
+from .params import ParamUpdate, Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..partition.comm.together import Relay
     from .launches import Launch
-    from .param_update import ParamUpdate
 
     Array = np.ndarray[Any, Any]
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..kernels.tables import Factors
+from .launches import Op, Program
 from .margins import MarginSums
 from .matrices import MatrixUpdate, MatrixWork
 from .norms import NormSums, launch_of_pass
-from .op import Op, Program
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..partition.comm.together import Relay
-    from .param_update import ParamUpdate
+    from .params import ParamUpdate
     from .update import Update
 
 

@@ -17,8 +17,7 @@ wrong on any rank until then is raised on all of them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,22 +30,18 @@ from ..domain.domains import agree_on_whole
 from ..domain.hyperparameters import check_numbers, plain_numbers
 from ..domain.masters import follow_written_params
 from ..domain.param import Candidate, Group
-from ..errors import DisagreementError, ShardoptError, warn
-from ..kernels.reductions import sum_of_squares
+from ..errors import DisagreementError, ShardoptError
 from ..kernels.tables import Factors
 from ..partition.comm.together import Relay
-from .clipping import clip_factor
+from .decide import change_nothing, clip_factor, decide_skip, norm_of
 from .launches import StepPlan
-from .survey import StepPlanner, sampled
+from .survey import Plans, measure, replay, sampled, survey
 from .update import update_and_gather
 
 if TYPE_CHECKING:
     from ..domain.agreement import Consensus
     from ..domain.param import ParamRecord
     from ..partition.comm.group import Ranks
-    from .param_update import ParamUpdate
-
-Planners = dict[Domain, StepPlanner]
 
 # Takes a domain, param groups, these as plain numbers, params to bind, and whether a closure was given.
 Bind = Callable[[Domain, Sequence[Group], Sequence[dict[str, Any]], Sequence[Candidate], bool], object]
@@ -81,7 +76,7 @@ def run_step(
     whole: Sequence[Ranks],
     call: Call,
     bind: Bind,
-    planners: Planners,
+    kept: Plans,
 ) -> Outcome:
     """Takes one step with the gradients that the params hold.
 
@@ -89,30 +84,35 @@ def run_step(
         by_domain: each domain with its param groups, the main one first.
         whole: the ranks over which all domains decide together; empty if the only domain's ranks are all there are.
         bind: collective; binds params of a domain.
-        planners: those of earlier steps; a domain's first step adds its own.
+        kept: the plans of earlier steps; a domain's first step adds its own.
     """
     for domain, _ in by_domain:
         if domain.broken is not None:
             check_unbroken(domain)
     # 1. masters, 2. survey, 3. agree
-    plans, consensus = _survey_and_agree(by_domain, whole, call, bind, planners)
+    plans, consensus = _survey_and_agree(by_domain, whole, call, bind, kept)
     # 4. decide
-    norm = _norm(plans, whole, consensus, call.scale)
-    if consensus.overflow or _change_nothing(plans) or _decide_skip(plans, consensus, call.scale):
+    norm = norm_of(plans, whole, consensus, call.scale)
+    if consensus.overflow or change_nothing(plans) or decide_skip(plans, consensus, call.scale):
         for plan in plans:
             _mark_used(plan)
             plan.domain.end_step()
         return False, norm
     # 5. update, 6. gather
-    clip = clip_factor(plans[0].domain.options, norm, [group for plan in plans for group in plan.numbers])
-    undone = _update(plans, Factors(unscale=1.0 / call.scale, clip=clip), whole)
+    clip = clip_factor(plans[0].domain.options, norm, (group for plan in plans for group in plan.numbers))
+    try:
+        undone = update_and_gather(plans, Factors(unscale=1.0 / call.scale, clip=clip), whole)
+    except BaseException as error:
+        for plan in plans:
+            plan.domain.mark_broken(f"{type(error).__name__}: {error}")
+        raise
     if undone is not None:
         for plan in plans:
             plan.domain.end_step()
         raise undone
     # 7. commit
     for plan in plans:
-        commit(plan, planners[plan.domain])
+        commit(plan, kept)
     return True, norm
 
 
@@ -133,16 +133,16 @@ def _survey_and_agree(
     whole: Sequence[Ranks],
     call: Call,
     bind: Bind,
-    planners: Planners,
+    kept: Plans,
 ) -> tuple[list[StepPlan], Consensus]:
     """Collective: the ranks of each domain agree by themselves, then those of the whole model."""
     if not whole:
         domain, groups = by_domain[0]  # the main one; if there are more, this rank has a problem to tell
-        plan, consensus = _survey_and_agree_in(domain, groups, call, bind, planners)
+        plan, consensus = _survey_and_agree_in(domain, groups, call, bind, kept)
         return [plan], consensus
     relay, overflow, plans = Relay(call.problem), False, list[StepPlan]()
     for domain, groups in by_domain:
-        found = relay.meet(partial(_survey_and_agree_in, domain, groups, call, bind, planners, True))
+        found = relay.meet(partial(_survey_and_agree_in, domain, groups, call, bind, kept, True))
         # Where the main domain has all ranks, all of them raise here. If a rank failed in its closure, the others may
         # have raised in their backward, and then take part in no other exchange. Else the rest of the model waits.
         if found is None and len(whole) == 1 and whole[0] is domain.mesh.world:
@@ -157,7 +157,7 @@ def _survey_and_agree(
         "max_grad_norm": main.options.max_grad_norm,
         "nonfinite": main.options.tuning.nonfinite,
     }
-    nonfinite = sum(plan.stats.nonfinite for plan in plans)
+    nonfinite = sum(plan.nonfinite for plan in plans)
     limbs = tuple(map(sum, zip(*(_limbs_of_one_copy(plan) for plan in plans), strict=True)))
     digest = StepDigest(key, lambda: key, relay.problem, overflow, nonfinite, limbs=limbs)
     with main.clock.phase("agree"):
@@ -165,8 +165,8 @@ def _survey_and_agree(
 
 
 def _limbs_of_one_copy(plan: StepPlan) -> tuple[int, ...]:
-    mesh, limbs = plan.domain.mesh, plan.stats.limbs
-    return limbs if mesh.world.rank in mesh.one_copy else (0,) * len(limbs)
+    mesh = plan.domain.mesh
+    return plan.limbs if mesh.world.rank in mesh.one_copy else (0,) * len(plan.limbs)
 
 
 def _survey_and_agree_in(
@@ -174,33 +174,33 @@ def _survey_and_agree_in(
     groups: Sequence[Group],
     call: Call,
     bind: Bind,
-    planners: Planners,
+    kept: Plans,
     is_part: bool = False,
     _: Exception | None = None,
 ) -> tuple[StepPlan, Consensus]:
     """Collective over one domain; ``is_part``: it is not all of the model."""
-    relay, numbers = Relay(call.problem), list[dict[str, Any]]()
+    relay, numbers, candidates = Relay(call.problem), list[dict[str, Any]](), list[Candidate]()
 
-    def read() -> list[Candidate]:
-        numbers[:] = [plain_numbers(group) for group in groups]
-        check_numbers(numbers, call.defaults)
-        return domain.unbound(groups)
-
-    def survey() -> StepPlan:
+    def look() -> StepPlan | None:
         with domain.clock.phase("survey"):
-            if domain not in planners:
-                planners[domain] = StepPlanner(domain)
-            planner = planners[domain]
-            replayed = planner.replay(groups, numbers, call.scale, call.overflow, is_part)
-            if replayed is None:
+            numbers[:] = [plain_numbers(group) for group in groups]
+            check_numbers(numbers, call.defaults)
+            listed = domain.listed(groups)
+            candidates[:] = domain.unbound(groups, listed)
+            if candidates:
+                return None
+            plan = replay(kept, domain, listed, numbers)
+            if plan is None:
                 follow_written_params(domain)
-                replayed = planner.survey(groups, numbers, call.scale, call.overflow, is_part)
-            return replayed
+                plan = survey(kept, domain, domain.listed(groups), numbers)
+            measure(plan, call.scale, call.overflow, is_part)
+            return plan
 
-    candidates = relay.attempt(read)
+    plan = relay.attempt(look)
     if candidates:
         bind(domain, groups, numbers, candidates, call.closure)
-    plan = relay.attempt(survey) or StepPlan(domain, numbers)
+        plan = relay.attempt(look)
+    plan = plan or StepPlan(domain, numbers)
     digest = digest_of(plan, call, relay.problem)
     with domain.clock.phase("agree"):
         try:
@@ -228,10 +228,10 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
 
     shows_slices = domain.reducer is not None and not domain.options.release_gradients
     words = {None: "absent", False: "present", True: "zeros, assigned by hand" if shows_slices else "present"}
-    entries, stats = list(domain.entries.values()), plan.stats
+    world = domain.mesh.world
 
     def describe() -> dict[str, Any]:
-        present = presence()
+        present, entries = presence(), list(domain.entries.values())
         return {
             UNBOUND: [],
             "calls of step()": domain.steps_agreed,
@@ -246,7 +246,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
             "writes to optimizer.state (a load of the states on every rank repairs it)": {
                 entry.name: of_states.get(domain.number_of(entry), []) for entry in entries
             },
-            "norm of the gradients known from backward": stats.norm,
+            "norm of the gradients known from backward": plan.norm,
             "orders of units that contradict the schedule": departures,
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
         }
@@ -254,27 +254,24 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
     sharded = None if domain.sharded is None or not domain.sharded.leads else domain.sharded
     departures = [] if sharded is None else sharded.gatherer.departures
     proposes = sharded is not None and sharded.gatherer.orders.proposes
-    edits = domain.edits.told() if domain.edits and domain.mesh.world.size > 1 else {}
+    edits = domain.edits.told() if world.size > 1 and domain.edits else {}
     of_states = domain.state_edits.told() if domain.state_edits is not None else {}
-    key: list[Any] | None = None
-    if domain.mesh.world.size > 1:  # one rank has nothing to compare with
-        key = [domain.steps_agreed, call.closure, numbers, domain.left, plan.facts, call.scale, stats.norm, departures]
-        if edits:
-            key.append(list(edits.items()))
-        if of_states:
-            key.append(["states", *of_states.items()])
-    written = len(plan.written)
+    key = [domain.steps_agreed, call.closure, numbers, domain.left, plan.facts, call.scale, plan.norm, departures]
+    if edits:
+        key.append(list(edits.items()))
+    if of_states:
+        key.append(["states", *of_states.items()])
     return StepDigest(
         key,
         describe,
         problem,
         call.overflow,
-        stats.nonfinite,
-        stats.witness,
-        written,
+        plan.nonfinite,
+        plan.witness,
+        len(plan.written),
         proposes,
-        stats.limbs,
-        plan.updates[sampled(domain, plan.updates)].entry.name if stats.witness else "",
+        plan.limbs,
+        plan.updates[sampled(domain, plan.updates)].entry.name if plan.witness else "",
     )
 
 
@@ -315,101 +312,17 @@ def _take_sources(plan: StepPlan) -> None:
             follow_written_params(domain)
 
 
-# -- 4. decide ---------------------------------------------------------------------------------------------------------
-
-
-def _norm(plans: Sequence[StepPlan], whole: Sequence[Ranks], consensus: Consensus, scale: float) -> float | None:
-    domain, stats = plans[0].domain, plans[0].stats
-    if domain.options.max_grad_norm is None:
-        return None
-    if consensus.nonfinite:
-        return math.nan if _holds_nan(plans, whole) else math.inf
-    return math.sqrt(sum_of_squares(consensus.limbs)) if stats.norm is None else stats.norm / scale
-
-
-def _gradients(plans: Sequence[StepPlan]) -> Iterator[ParamUpdate]:
-    return (each for plan in plans for launch in plan.launches for each in launch.updates.values())
-
-
-def _holds_nan(plans: Sequence[StepPlan], whole: Sequence[Ranks]) -> bool:
-    """Collective, in a step whose gradients are not all finite: True if any rank holds a NaN, False if all are Inf."""
-    main = plans[0].domain
-    digest = StepDigest("NaN", dict, nonfinite=sum(bool(each.grad.isnan().any()) for each in _gradients(plans)))
-    with main.clock.phase("agree"):
-        if whole:
-            return agree_on_whole(digest, whole).nonfinite > 0
-        return agree(digest, main.mesh.world).nonfinite > 0
-
-
-def _change_nothing(plans: Sequence[StepPlan]) -> bool:
-    """True if the step makes no state and all its gradients and learning rates are zeros; the same on all ranks.
-
-    torch's ``get_state_dict()`` takes such a step if it finds no state. What was read before it stays valid.
-    """
-    for plan in plans:
-        if plan.is_replayed or not plan.updates or any(plan.states.values()) or plan.domain.mesh.world.size == 1:
-            return False  # nearly every step ends here: a plan is replayed once a step of it was taken
-        for each in plan.updates:
-            if each.gradient_slice is not None or each.entry.gradient_slice is None:
-                return False
-        for group in plan.numbers:
-            if plan.domain.rule.of(group).counts_steps or group.get("lr", 1):
-                return False
-    return True
-
-
-def _decide_skip(plans: Sequence[StepPlan], consensus: Consensus, scale: float) -> bool:
-    """True, after a warning, if an Inf or NaN keeps all ranks from the step. ``run_step`` has the other reasons.
-
-    Raises:
-        ShardoptError: the policy is "raise".
-    """
-    policy = plans[0].domain.options.tuning.nonfinite
-    if not consensus.nonfinite or policy == "propagate":
-        return False
-    bad = (each.entry.name for each in _gradients(plans) if not bool(torch.isfinite(each.grad * (1.0 / scale)).all()))
-    first = next(bad, None)
-    report_skip(policy, consensus.nonfinite, "" if first is None else f" (on this rank first in {first})")
-    return True
-
-
-def report_skip(policy: str, nonfinite: int, where: str) -> None:
-    """Warns that all ranks skip this step because its gradients hold ``nonfinite`` elements that are Inf or NaN.
-
-    Raises:
-        ShardoptError: the policy is "raise".
-    """
-    found = f"{nonfinite} elements of the gradients are Inf or NaN{where}"
-    effect = "the update would have spread them into params and states"
-    if policy == "raise":
-        raise ShardoptError(
-            f'look for the loss that overflowed, or give Tuning(nonfinite="skip") to skip such steps: {found}, and '
-            f"{effect}, so no rank took the step and nothing changed."
-        )
-    warn(f"{found}: {effect}, so all ranks skipped this step and nothing changed.")
-
-
 # -- 5. update, 6. gather, 7. commit -----------------------------------------------------------------------------------
 
 
-def _update(plans: Sequence[StepPlan], factors: Factors, whole: Sequence[Ranks]) -> Exception | None:
-    """See :func:`update_and_gather`. After an error all domains are broken."""
-    try:
-        return update_and_gather(plans, factors, whole)
-    except BaseException as error:
-        for plan in plans:
-            plan.domain.mark_broken(f"{type(error).__name__}: {error}")
-        raise
-
-
-def commit(plan: StepPlan, planner: StepPlanner) -> None:
+def commit(plan: StepPlan, kept: Plans) -> None:
     """Notes in the records of the params that they were updated.
 
     Collective with ``fraction="auto"``: takes back the states that devices have room for.
     """
     _mark_used(plan)
-    for history, scalars in plan.advances:
-        history.advance(scalars.carried)
+    for history, (_, carried) in plan.advances:
+        history.advance(carried)
     torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
     if not plan.is_replayed or plan.margins:  # else the records say already what an update makes of them
         for each in plan.updates:
@@ -417,10 +330,11 @@ def commit(plan: StepPlan, planner: StepPlanner) -> None:
         for entry in (*plan.written, *(each.entry for each in plan.updates)):
             entry.follow_param()
     # Before the step ends, at which ranks that are ahead begin to ask for states by the new numbers of shards.
-    if plan.domain.drop_left():
-        planner.forget()  # its plan holds what was freed
+    if plan.domain.left:
+        plan.domain.drop_left()
+        del kept[plan.domain]  # it holds what was freed
     else:
-        planner.was_taken()
+        kept[plan.domain].was_taken()
     plan.domain.end_step()
     if plan.domain.awaits_room:
         # Where it is asked for: a fresh process imports no more than it uses.

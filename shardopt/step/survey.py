@@ -26,135 +26,93 @@ from ..tensors.gradient import GradientPart
 from ..tensors.gradient_edits import edit
 from ..tensors.gradient_slice import norms_of
 from ..tensors.pipelining import hint
-from .frozen_step import FrozenStep, without_gradients
-from .launches import GradientStats, JoinedLaunch, Launch, StepPlan, joined
-from .op import Program
-from .param_update import ParamUpdate
+from .frozen_step import FrozenStep
+from .launches import JoinedLaunch, StepPlan, joined
+from .params import ParamUpdate
 from .program import program_of
-from .variants import Variants
 
 if TYPE_CHECKING:
     from ..domain.domain import Domain
     from ..domain.listed import ListedParams
     from ..domain.param import Group, ParamRecord
-    from ..domain.shard import Shard
 
 
-class StepPlanner:
-    """Plans the steps of one domain: each is the last one again, as long as that holds."""
+Plans = dict["Domain", FrozenStep]  # of the last steps: each step is the last one again, as long as that holds
 
-    def __init__(self, domain: Domain):
-        self._domain = domain
-        self._frozen: FrozenStep | None = None
 
-    @property
-    def program(self) -> Program:
-        """What the updates of the last step did; nothing before the first step."""
-        return Program() if self._frozen is None else self._frozen.program
+def replay(plans: Plans, domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> StepPlan | None:
+    """Returns the plan of the last step with the present gradients and scalars; None if it does not hold any more.
 
-    def replay(
-        self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], scale: float, overflow: bool, is_part: bool
-    ) -> StepPlan | None:
-        """Returns the plan of the last step with the present gradients and scalars; None if it does not hold any more.
+    Args:
+        numbers: the hyper-parameters of each group, as plain numbers.
 
-        Args:
-            numbers: the hyper-parameters of each group, as plain numbers.
-            scale: the loss scale.
-            overflow: true if a GradScaler has found an Inf or NaN: the survey does not count any.
-            is_part: true if other ranks have other gradients of the model: the norm is summed over all, exactly.
+    Raises:
+        ShardoptError: this rank cannot take the step.
+    """
+    frozen = plans.get(domain)
+    if frozen is None:
+        return None
+    listed.check()
+    if listed.sources or not frozen.holds(listed, numbers):
+        del plans[domain]  # freed before the next one is made
+        return None
+    return frozen.plan(numbers)
 
-        Raises:
-            ShardoptError: this rank cannot take the step.
-        """
-        if self._frozen is None:
-            return None
-        listed = self._domain.listed(groups)
-        listed.check()
-        if listed.sources or not self._frozen.holds(listed, numbers):
-            self._frozen = None
-            return None
-        return self._measured(self._frozen.plan(numbers), scale, overflow, is_part)
 
-    def survey(
-        self,
-        groups: Sequence[Group],
-        numbers: Sequence[dict[str, Any]],
-        scale: float = 1.0,
-        overflow: bool = False,
-        is_part: bool = False,
-    ) -> StepPlan:
-        """Plans a step anew; arguments and errors are those of :meth:`replay`."""
-        domain = self._domain
-        listed = domain.listed(groups)
+def survey(plans: Plans, domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> StepPlan:
+    """Plans a step anew; arguments and errors are those of :func:`replay`."""
+    _check_rules(domain, listed, numbers)
+    updates = list(_with_gradients(domain, listed))
+    plan = freeze(plans, domain, listed, numbers, updates).plan(numbers, updates)
+    plan.written = list(dict.fromkeys([*written_params(domain), *listed.sources]))
+    plan.sources = listed.sources
+    return plan
+
+
+def plan_ahead(
+    plans: Plans, domain: Domain, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], all_anew: bool = False
+) -> FrozenStep:
+    """Plans a step whose gradients are still to come: that of the params of the last step, or of all.
+
+    Args:
+        all_anew: a param has a gradient that had none in the last step.
+    """
+    listed, frozen = domain.listed(groups), plans.get(domain)
+    listed.check()
+    if all_anew or frozen is None or not frozen.holds(listed, numbers):
         _check_rules(domain, listed, numbers)
-        updates = list(_with_gradients(domain, listed))
-        self._frozen = _frozen_step(domain, listed, numbers, updates, states_of_shards(domain, listed, numbers))
-        plan = self._frozen.plan(numbers, updates)
-        plan.written = list(dict.fromkeys([*written_params(domain), *listed.sources]))
-        plan.sources = listed.sources
-        return self._measured(plan, scale, overflow, is_part)
-
-    def ahead(self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], all_anew: bool = False) -> FrozenStep:
-        """Plans a step whose gradients are still to come: that of the params of the last step, or of all.
-
-        Args:
-            all_anew: a param has a gradient that had none in the last step.
-        """
-        listed = self._domain.listed(groups)
-        listed.check()
-        if all_anew or self._frozen is None or not self._frozen.holds(listed, numbers):
-            _check_rules(self._domain, listed, numbers)
-            self._plan_ahead(listed, numbers, list(placed_params(listed)))
-        assert self._frozen is not None
-        self._frozen.begin(numbers)
-        return self._frozen
-
-    def of_present(
-        self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]], present: Sequence[ParamRecord]
-    ) -> StepPlan:
-        """Returns the plan of a step whose gradients have come, of these params, without launches."""
-        assert self._frozen is not None
-        awaited = self._frozen.awaited
-        updates = [awaited[entry] for entry in present if entry in awaited]
-        if len(updates) < len(awaited):
-            self._plan_ahead(self._domain.listed(groups), numbers, updates)
-        return self._frozen.plan(numbers, updates)
-
-    def _plan_ahead(
-        self, listed: ListedParams, numbers: Sequence[dict[str, Any]], updates: Sequence[ParamUpdate]
-    ) -> None:
-        states = states_of_shards(self._domain, listed, numbers)
-        self._frozen = _frozen_step(self._domain, listed, numbers, updates, states, awaits=True)
-
-    def launches_ahead(self, groups: Sequence[Group], numbers: Sequence[dict[str, Any]]) -> dict[Shard, list[Launch]]:
-        """Returns the launches of the coming step, before its gradients have come, as far as they are known."""
-        return {} if self._frozen is None else self._frozen.launches_ahead(self._domain.listed(groups), numbers)
-
-    def forget(self) -> None:
-        """Forgets the last step: what it was planned of is freed."""
-        self._frozen = None
-
-    def _measured(self, plan: StepPlan, scale: float, overflow: bool, is_part: bool) -> StepPlan:
-        needs_limbs = is_part and self._domain.options.max_grad_norm is not None
-        plan.stats = _stats_of(self._domain, plan.launches, plan.updates, scale, overflow, needs_limbs)
-        return plan
-
-    def was_taken(self) -> None:
-        """Notes that the step that was planned last was taken."""
-        assert self._frozen is not None
-        self._frozen.was_taken()
+        frozen = freeze(plans, domain, listed, numbers, list(placed_params(listed)), awaits=True)
+    frozen.begin(numbers)
+    return frozen
 
 
-def _frozen_step(
+def plan_of_present(
+    plans: Plans,
+    domain: Domain,
+    groups: Sequence[Group],
+    numbers: Sequence[dict[str, Any]],
+    present: Sequence[ParamRecord],
+) -> StepPlan:
+    """Returns the plan of a step whose gradients have come, of these params, without launches."""
+    awaited = plans[domain].awaited
+    updates = [awaited[entry] for entry in present if entry in awaited]
+    if len(updates) < len(awaited):
+        freeze(plans, domain, domain.listed(groups), numbers, updates, awaits=True)
+    return plans[domain].plan(numbers, updates)
+
+
+def freeze(
+    plans: Plans,
     domain: Domain,
     listed: ListedParams,
     numbers: Sequence[dict[str, Any]],
     updates: Sequence[ParamUpdate],
-    states: dict[Shard, dict[str, None]],
     awaits: bool = False,
 ) -> FrozenStep:
-    program = program_of(domain, numbers, without_gradients(updates))
-    return FrozenStep(domain, listed, numbers, updates, states, program, awaits)
+    """Makes the plan of a domain's next steps; arguments are those of :class:`FrozenStep`."""
+    frozen = plans[domain] = FrozenStep(domain, listed, numbers, updates, awaits)
+    frozen.program = program_of(domain, numbers, frozen.kept)
+    return frozen
 
 
 def _check_rules(domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]) -> None:
@@ -282,46 +240,29 @@ def _usable(entry: ParamRecord, grad: torch.Tensor) -> torch.Tensor:
     return entry.shard.ordered(entry.index, grad.detach())
 
 
-def states_of_shards(
-    domain: Domain, listed: ListedParams, numbers: Sequence[dict[str, Any]]
-) -> dict[Shard, dict[str, None]]:
-    """Returns the names of the states that each shard needs.
-
-    They follow from the groups alone, not from what this rank holds: the shards of all ranks then hold the same states.
-    """
-    states: dict[Shard, dict[str, None]] = {shard: {} for shard in domain.shards}
-    variant_of = Variants(domain.rule, numbers)
-    for group, shard in listed.shards:
-        # All params of a bucket give one answer to what a rule asks of them.
-        states[shard].update(dict.fromkeys(variant_of(group, shard.bucket.params[0].shape).states))
-    return states
-
-
-def _stats_of(
-    domain: Domain,
-    launches: Sequence[Launch],
-    updates: Sequence[ParamUpdate],
-    scale: float,
-    overflow: bool,
-    needs_limbs: bool,
-) -> GradientStats:
-    """Returns what the gradients hold.
+def measure(plan: StepPlan, scale: float, overflow: bool, is_part: bool) -> None:
+    """Notes in the plan what the gradients hold, as far as the decision needs it.
 
     Args:
-        needs_limbs: the norm that backward reported does not do: it is rounded, and only this domain's.
+        scale: the loss scale.
+        overflow: true if a GradScaler has found an Inf or NaN: none is counted.
+        is_part: true if other ranks have other gradients of the model: the norm is summed over all, exactly.
     """
+    domain, updates = plan.domain, plan.updates
     options = domain.options
-    slices = [each.gradient_slice for each in updates if each.gradient_slice is not None]
-    norms = norms_of(slices) if updates and len(slices) == len(updates) and not needs_limbs else None
+    # The norm that backward reported does not do for the whole model: it is rounded, and only this domain's.
+    needs_limbs = is_part and options.max_grad_norm is not None
+    norms = norms_of(plan.slices) if plan.slices and not needs_limbs else None
     if norms is not None:
         # Every rank knows them from the last backward. One rank reports the count: the agreement adds up the reports.
         reports = domain.mesh.world.rank == domain.mesh.one_copy[0]
         # fsum rounds once, so that the order of params cannot show.
         two, _, counts = norms
-        norm = math.sqrt(math.fsum((two * two).tolist()))
-        return GradientStats(nonfinite=int(np.add.reduce(counts)) if reports else 0, norm=norm)
+        plan.norm = math.sqrt(math.fsum((two * two).tolist()))
+        plan.nonfinite = int(np.add.reduce(counts)) if reports else 0
+        return
     sampled = [] if domain.reducer is not None else _sample(domain, updates)
-    together = list(joined(domain.shards, launches))
+    together = list(joined(domain.shards, plan.launches))
     if options.max_grad_norm is not None:
         looked = [
             totals_of(each.one.spec.grad, each.gradients, Factors(each.one.divisor, 1.0 / scale)).view(-1)
@@ -332,14 +273,16 @@ def _stats_of(
     else:
         looked = _counts(together)
     found = read_together([*sampled, *looked])
-    witness, found = int(found[0]) if sampled else 0, found[len(sampled) :]
+    if sampled:
+        plan.witness, found = int(found[0]), found[1:]
     if options.max_grad_norm is None:
-        return GradientStats(sum(map(int, found)), witness=witness)
-    limbs, nonfinite = [0] * LIMBS, 0
+        plan.nonfinite = sum(map(int, found))
+        return
+    limbs = [0] * LIMBS
     for each, totals in zip(together, found, strict=True):
         own, bad = sum_of_rows(totals.view(-1, COLUMNS), list(_counted_elsewhere(domain, each)))
-        limbs, nonfinite = [mine + other for mine, other in zip(limbs, own, strict=True)], nonfinite + bad
-    return GradientStats(nonfinite, tuple(limbs), witness)
+        limbs, plan.nonfinite = [mine + other for mine, other in zip(limbs, own, strict=True)], plan.nonfinite + bad
+    plan.limbs = tuple(limbs)
 
 
 def _counted_elsewhere(domain: Domain, joined: JoinedLaunch) -> Iterator[int]:

@@ -178,7 +178,7 @@ def launches_by_shard(plan: StepPlan) -> dict[Shard, list[Launch]]:
         order[:2] = order[1], order[0]
     found: dict[Shard, list[Launch]] = {shard: [] for shard in order}
     for launch in plan.launches:
-        found[launch.shard].append(launch)
+        found[launch.shard] += (launch,)
     return found
 
 
@@ -224,15 +224,15 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
     """
     updates, is_final = list[Update](), True
     for plan in plans:
-        domain = plan.domain
-        if domain.links is not None:  # without links every param is frozen
-            for store in domain.stores:
+        if plan.domain.links is not None:  # without links every param is frozen
+            update = Update(plan, launches_by_shard(plan), factors)
+            for store in update.stores:
                 store.begin_step()  # it chooses where the launches run that are made next
-            updates += (Update(plan, launches_by_shard(plan), factors),)
+            updates += (update,)
         elif not whole:
             continue
         # Ranks of a model that is composed come to this agreement whatever they have bound.
-        is_final = is_final and domain.store.is_final
+        is_final = is_final and plan.domain.store.is_final
     for update in updates:
         if update.domain.sharded is not None:
             # The next forward gathers params anew: whole params here would be out of date.
@@ -258,10 +258,10 @@ def update_and_gather(plans: Sequence[StepPlan], factors: Factors, whole: Sequen
 
 def _update_or_roll_back(updates: Sequence[Update], main: Domain, whole: Sequence[Ranks]) -> Exception | None:
     """Collective: keeps what was updated if every rank's store could write it; else puts all back and returns why."""
-    stores, relay = [store for update in updates for store in update.domain.stores], Relay()
+    stores, relay = [store for update in updates for store in update.stores], Relay()
     try:
         for update in updates:
-            for store in update.domain.stores:
+            for store in update.stores:
                 if not store.is_open:  # else backward has updated some buckets, as a part of this
                     relay.attempt(store.begin)
             update.run(relay)
@@ -301,6 +301,7 @@ class Update:
 
     def __init__(self, plan: StepPlan, launches: LaunchesByShard, factors: Factors, joins: bool = True):
         self.plan, self.domain, self.factors, self.joins = plan, plan.domain, factors, joins
+        self.store, self.stores = plan.domain.store, plan.domain.stores
         self.shards = list(launches)
         of_matrices = plan.program.of_matrices
         self.launches, self.matrices = launches, dict[Shard, Sequence[Launch]]()
@@ -329,11 +330,7 @@ class Update:
             except Exception as error:  # all ranks know of it: none waits for a shard any more
                 relay.note(error)
                 self._gather = None
-        if (
-            self.domain.store.moves
-            and self.domain.store.is_final
-            and any((*self.launches.values(), *self.matrices.values()))
-        ):
+        if self.store.moves and self.store.is_final and any((*self.launches.values(), *self.matrices.values())):
             try:
                 self.flush()  # also after an error: copies are under way
             except Exception as error:
@@ -367,36 +364,36 @@ class Update:
         """
         domain, factors, plan = self.domain, factors or self.factors, self.plan
         self.ran = launches
-        apart: dict[Shard, Sequence[ChunkUpdate]] = {}
         early = domain.early if is_last else None
         ready = set[Shard]()
 
-        def prepare() -> None:
+        def prepare() -> Mapping[Shard, Sequence[ChunkUpdate]]:
             if early is not None:
                 ready.update(early.ready(launches, factors))
             chunks = {
-                shard: chunks_of(shard, plan.states[shard], its, plan.kept)
-                for shard, its in launches.items()
+                shard: chunks_of(shard, plan.states[shard], launches[shard], plan.kept)
+                for shard in launches
                 if shard not in ready
             }
             if upon is not None:
                 chunks = {shard: [_upon(each, upon[shard]) for each in its] for shard, its in chunks.items()}
-            if is_last and not domain.store.is_final:
-                stay = [shard for shard in chunks if shard.store is not domain.store]
+            if is_last and not self.store.is_final:
+                stay = [shard for shard in chunks if shard.store is not self.store]
                 self._after_vote.update({shard: (chunks.pop(shard), factors) for shard in stay})
-            for store in domain.stores:
+            for store in self.stores:
                 if store.moves:
                     store.prefetch([each.chunk for shard in chunks if shard.store is store for each in chunks[shard]])
-            apart.update(_update_together(domain, chunks, factors) if self.joins else chunks)
+            return _update_together(domain, chunks, factors) if self.joins else chunks
 
-        relay.attempt(prepare)
+        apart = relay.attempt(prepare) or {}
         for shard in launches:
             if early is not None and shard in ready:
                 relay.attempt(early.take, domain, shard)
-            relay.attempt(update_chunks, domain, shard.store, apart.get(shard, ()), factors)
+            if shard in apart:
+                relay.attempt(update_chunks, domain, shard.store, apart[shard], factors)
             if is_last:
                 self.send(shard)
-        if not domain.store.is_final:  # a disk makes room for other chunks only once all of these are written
+        if not self.store.is_final:  # a disk makes room for other chunks only once all of these are written
             relay.attempt(self.flush)
 
     def finish(self, shard: Shard) -> None:
@@ -407,16 +404,15 @@ class Update:
     def flush(self) -> None:
         """Waits until what was updated can be read again."""
         with self.domain.clock.phase("write back"):
-            for store in self.domain.stores:
+            for store in self.stores:
                 store.flush()
 
     def open_gather(self) -> None:
-        """From now on shards travel to the other ranks as soon as they are updated."""
-        domain = self.domain
-        transport = domain.transport
+        """From now on shards travel to the other ranks, if there are any, as soon as they are updated."""
+        domain, transport = self.domain, self.domain.transport
         if domain.overlaps_gather:
             self._gather = transport.async_gather(_GATHERING)
-        else:
+        elif transport.ranks.size > 1:
             self._gather = transport.gather(_GATHERING, domain.codes_updates)
 
     def send(self, shard: Shard) -> None:
@@ -433,27 +429,22 @@ class Update:
             Exception: this rank's error; CommunicationError on the other ranks.
         """
         domain, gather = self.domain, self._gather
-        if gather is None:  # all ranks know of an error
-            return self._end(relay)
-        domain.transport.traffic.params += gather.received
-        if isinstance(gather, AsyncGather) and relay.problem is None:
+        if gather is not None:
+            domain.transport.traffic.params += gather.received
+        if relay.problem is None and isinstance(gather, AsyncGather):
             arriving = [shard for shard in self.shards if shard in self._updated]
             if domain.overlap_gather(gather, arriving):
                 return
-
         with domain.clock.phase("gather"):
-            relay.meet(riding_on(gather.finish))
-        if relay.problem is not None:
-            self._end(relay)
-
-    @staticmethod
-    def _end(relay: Relay) -> None:
+            if gather is not None:  # else there is no other rank, or all know of an error
+                relay.meet(riding_on(gather.finish))
         problem = relay.problem
+        if problem is None:
+            return
         if isinstance(problem, CommunicationError):
             raise CommunicationError(f"{problem} {_HALF_WAY}") from problem
-        if problem is not None:
-            problem.add_note(_HALF_WAY)
-        relay.check()
+        problem.add_note(_HALF_WAY)
+        raise problem
 
 
 def _upon(each: ChunkUpdate, update: torch.Tensor) -> ChunkUpdate:
@@ -498,12 +489,12 @@ def _update_together(
         The chunks of the other shards.
     """
     together = {
-        shard: each[0]
-        for shard, each in chunks.items()
+        shard: chunks[shard][0]
+        for shard in chunks
         if shard.store.tier == "device"
         and backend_of(shard.home.device).joins_shards
-        and len(each) == 1
-        and not each[0].chunk.gradients
+        and len(chunks[shard]) == 1
+        and not chunks[shard][0].chunk.gradients
     }
     if not together:
         return chunks

@@ -41,11 +41,10 @@ from ..partition.comm.group import Ranks
 from ..partition.comm.together import Relay
 from ..tensors.gradient_slice import divide_
 from ..tensors.released_gradient import ReleasedGradient, second_backward
-from .clipping import clip_factor
-from .found_in_backward import found_in
-from .launches import GradientStats, Launch, StepPlan
-from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of, report_skip
-from .survey import StepPlanner, written_params
+from .decide import clip_factor, found_in, report_skip
+from .launches import Launch, StepPlan
+from .step import NOTHING_DONE, Call, Outcome, check_unbroken, commit, digest_of
+from .survey import Plans, plan_ahead, plan_of_present, written_params
 from .update import Update, update_and_gather
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class _OpenStep:
 
     groups: Sequence[Group]
     numbers: list[dict[str, Any]]  # hyper-parameters of each group
-    planner: StepPlanner
+    plans: Plans
     frozen: FrozenStep  # the plan, whose gradients come bucket by bucket
     whole: Sequence[Ranks]  # see run_step()
     written: list[ParamRecord]  # params that others wrote since the last step
@@ -78,7 +77,7 @@ class _OpenStep:
     is_told: bool = False  # another rank may know that all of this rank's updates are on its disk
 
 
-Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], StepPlanner]]
+Begin = Callable[[], tuple[Sequence[Group], Mapping[str, Any], Sequence[Ranks], Plans]]
 
 
 class UpdateInBackward:
@@ -91,7 +90,7 @@ class UpdateInBackward:
         """
         Args:
             begin: called when a backward begins to update; returns the param groups and their defaults, the ranks
-                over which the whole model decides (empty: over the domain's alone), and what plans the steps.
+                over which the whole model decides (empty: over the domain's alone), and the plans of the steps.
             took_step: takes the norm of the gradients of a step, once all ranks have taken it.
 
         Raises:
@@ -180,7 +179,7 @@ class UpdateInBackward:
         return True
 
     def _prepare(self) -> _OpenStep:
-        domain, (groups, defaults, whole, planner) = self._domain, self._begin()
+        domain, (groups, defaults, whole, plans) = self._domain, self._begin()
         if domain.device.type != "cpu" and any(shard.home.updates_on_host for shard in domain.shards):
             raise ShardoptError(
                 "call reload() on every rank before a backward with release_gradients=True: masters and states are "
@@ -197,7 +196,8 @@ class UpdateInBackward:
             copied = [entry for entry in written if entry.shard.gathered is None]  # see _compare_written()
             bits = {f"weights (sum of bits) of {entry.name}": checksum(entry.param) for entry in copied}
         factors = Factors(clip=clip_factor(domain.options, None, numbers))
-        return _OpenStep(groups, numbers, planner, planner.ahead(groups, numbers), whole, written, bits, factors)
+        frozen = plan_ahead(plans, domain, groups, numbers)
+        return _OpenStep(groups, numbers, plans, frozen, whole, written, bits, factors)
 
     def take_sum(self, shard: Shard, total: torch.Tensor, arrived: AbstractSet[int], totals: GradientTotals) -> None:
         """Updates with the sum of a bucket, once it is complete.
@@ -246,7 +246,7 @@ class UpdateInBackward:
             divisor = 1
         entries = {index: domain.entries[shard.bucket.params[index]] for index in present}
         if not current.frozen.awaits_all(entries.values()):
-            current.frozen = current.planner.ahead(current.groups, current.numbers, all_anew=True)
+            current.frozen = plan_ahead(current.plans, domain, current.groups, current.numbers, all_anew=True)
         updates = {}
         for piece in shard.pieces:
             update = current.frozen.awaited.get(entries[piece.param]) if piece.param in entries else None
@@ -348,8 +348,8 @@ class UpdateInBackward:
         indices = {shard: {entry.index for entry in present if entry.shard is shard} for shard in current.waiting}
         for shard, total in current.waiting.items():
             launches += self._launches(shard, total, indices[shard])
-        plan = current.planner.of_present(current.groups, current.numbers, present)
-        plan = replace(plan, launches=launches, written=current.written, stats=GradientStats(norm=norm))
+        plan = plan_of_present(current.plans, domain, current.groups, current.numbers, present)
+        plan.launches, plan.written, plan.norm = launches, current.written, norm
         digest = replace(digest_of(plan, Call({})), consequence=_TOO_LATE)
         with domain.clock.phase("agree"):
             consensus = agree(digest, domain.mesh.world)
@@ -361,7 +361,7 @@ class UpdateInBackward:
         if undone is not None:  # no rank keeps any
             current.is_told = False
             raise undone
-        commit(plan, current.planner)
+        commit(plan, current.plans)
         self._took_step(norm)
 
 

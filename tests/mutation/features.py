@@ -147,11 +147,12 @@ FEATURES = (
         "one launch covers a shard, whatever the groups of its params",
         "shardopt/step/launches.py",
         (
+            ("rows[variant_of[each.group], each.grad", "rows[each.group, each.grad"),
             (
-                "numbers[each.group] = first_with.setdefault(variant, len(first_with))",
-                "numbers[each.group] = first_with.setdefault((variant, each.group), len(first_with))",
+                "for (whole, dtype, divisor, is_on_host, ties), members in rows.items():",
+                "for (group, dtype, divisor, is_on_host, ties), members in rows.items():\n"
+                "        whole = variant_of[group]",
             ),
-            ("kinds = list(first_with)", "kinds = [variant for variant, _ in first_with]"),
         ),
         ("tests/step/test_counts.py::test_one_launch_a_shard",),
     ),

@@ -11,6 +11,7 @@ from shardopt import OffloadError, ShardedAdamW
 from shardopt.domain.domain import Domain
 from shardopt.domain.hyperparameters import plain_numbers
 from shardopt.domain.shard import Shard
+from shardopt.step.survey import measure, survey
 from tests.support.ranks import Pool
 from tests.support.training import Net, loss_of, raises, raw, train_step
 
@@ -51,7 +52,8 @@ def surveyed(stage: int) -> list[tuple[bool, int, int]]:
             model.norm.weight.mul_(1.5)  # its master does not follow before the next step
         before = everything(domain)
         groups = optimizer.param_groups
-        plan = optimizer.engine.planners[domain].survey(groups, [plain_numbers(group) for group in groups])
+        plan = survey(optimizer.engine.plans, domain, domain.listed(groups), [plain_numbers(group) for group in groups])
+        measure(plan, scale=1.0, overflow=False, is_part=False)
         found.append((everything(domain) == before, len(plan.written), len({each.divisor for each in plan.launches})))
     optimizer.step()
     return found

@@ -136,7 +136,7 @@ ANY: dict[str, Call] = {
 }
 UNTOUCHED = {"log", "monitor", "no_sync"}  # they look at nothing before the next step or backward
 
-IN_A_STEP = ("StepPlanner.replay", "agree", "update_chunks", "_launch", "commit")
+IN_A_STEP = ("FrozenStep.holds", "agree", "update_chunks", "_launch", "commit")
 IN_BACKWARD = ("Rounds.open_round", "Rounds.take_all", "RoundGradients.show")
 IN_RELEASED = ("UpdateInBackward._prepare", "UpdateInBackward.take_sum", "UpdateInBackward.take_step")
 IN_FORWARD = ("Gatherer.use", "Gatherer.done", "Passes.end")

@@ -23,14 +23,14 @@ from shardopt.partition.comm.transport import Transport
 from shardopt.partition.gradient_buckets import DeviceSum
 from shardopt.partition.reducer import Reducer
 from shardopt.step import step as step_module
-from shardopt.step.alike import AlikeParams
 from shardopt.step.launches import Launch
+from shardopt.step.params import AlikeParams
 from tests.support.cases import Case, Keywords
 
 SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"}
 STEP = native_backend.run
 NUMBERS = step_module.plain_numbers
-SCALARS = AlikeParams.scalars
+EVALUATE = AlikeParams.evaluate
 SUM_INTO = scatter.sum_into
 DELIVER = Reducer.deliver
 JOB = DeviceSum.reduction
@@ -78,13 +78,12 @@ def decay_dropped(group: Any) -> dict[str, Any]:
     return {**NUMBERS(group), "weight_decay": 0.0}
 
 
-def counts_one_too_many(alike: AlikeParams, numbers: Any) -> Any:
+def counts_one_too_many(alike: AlikeParams, numbers: Any) -> None:
     for history in alike.histories:
         history.step += 1
-    result = SCALARS(alike, numbers)
+    EVALUATE(alike, numbers)
     for history in alike.histories:
         history.step -= 1
-    return result
 
 
 # -- where shardopt reduces the gradients ------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ CHEATS: dict[str, Any] = {
     "gather dropped": patch.object(Transport, "all_gather", nothing_gathered),
     "second moment zeroed": patch.object(native_backend, "run", zeroes_second_moment),
     "decay dropped": patch.object(step_module, "plain_numbers", decay_dropped),
-    "step off by one": patch.object(AlikeParams, "scalars", counts_one_too_many),
+    "step off by one": patch.object(AlikeParams, "evaluate", counts_one_too_many),
 }
 
 # These need the module handed over, several backwards before a step, and two ranks or more.
