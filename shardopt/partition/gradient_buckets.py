@@ -188,7 +188,7 @@ class GradientBucket:
         Args:
             arrived: params of which this rank has a gradient in it.
         """
-        own = buffer if buffer.numel() == self.buffer_numel else buffer[: self.buffer_numel]
+        own = buffer if buffer.shape[0] == self.buffer_numel else buffer[: self.buffer_numel]
         plain = self.sink.reduction(own, add)
         if self.code is None:
             return plain

@@ -133,7 +133,7 @@ class Reducer:
         self._left: RankLeft | None = None  # another rank left this round, which ends with this error
         self._sums = StreamUses(torch.device("cpu"))  # by the stream that opened the round
         self._started = self._started_across = 0
-        self._completed: list[int] = []
+        self._completed: dict[int, None] = {}  # buckets that await nothing, as they came to it
         self._pool = defaultdict[torch.dtype, list[ReductionBuffer]](list)
         self._reducing: dict[Reduction, _UnderWay] = {}
         self._most_patience = min(PATIENCE, mesh.world.seconds / 2)  # a rank that never comes is given up in the end
@@ -214,7 +214,7 @@ class Reducer:
         # Halved after every round that used it up: ranks of a program that wait for each other do so in every round.
         self._patience = self._most_patience if self._was_patient else self._patience / 2
         self._was_patient = True
-        self._started, self._started_across, self._completed, self.is_open = 0, 0, [], True
+        self._started, self._started_across, self._completed, self.is_open = 0, 0, {}, True
         self.is_reduced, self._left = False, None
         self._reducing.clear()
         for mechanism in self._mechanisms:
@@ -259,8 +259,7 @@ class Reducer:
             if not filling.arrived >= filling.awaited:
                 return self.num_awaited(number)
             # A completed bucket may wait for earlier ones, and meanwhile get gradients that it never got before.
-            if number not in self._completed:
-                self._completed.append(number)
+            self._completed[number] = None
             self._start_completed()
         except RankLeft as error:
             self._note_left(error)
@@ -292,8 +291,8 @@ class Reducer:
             return False
         filling.passed_over.add(index)
         filling.awaited = filling.awaited - {index}
-        if filling.arrived >= filling.awaited and number not in self._completed:
-            self._completed.append(number)
+        if filling.arrived >= filling.awaited:
+            self._completed[number] = None
         return True
 
     def _acquire_buffer(self, bucket: GradientBucket) -> ReductionBuffer:
