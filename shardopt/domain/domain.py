@@ -398,6 +398,10 @@ class Domain:
         """True if slices of sharded params are offloaded together with masters and states."""
         return offloads_params(self.options.offload_options, device)
 
+    def message_of(self, window: int, nbytes: int) -> torch.Tensor | None:
+        """See :meth:`.sharded_params.ShardedParams.message_of`."""
+        return None if self.sharded is None else self.sharded.message_of(window, nbytes)
+
     @property
     def gatherer(self) -> Gatherer:
         assert self.sharded is not None

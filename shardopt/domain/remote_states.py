@@ -48,6 +48,7 @@ class Shown(Reducing, Protocol):
     def turn(self) -> Turn: ...
     @property
     def frozen_shards(self) -> Sequence[Shard]: ...
+    def message_of(self, window: int, nbytes: int) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class RemoteStates:
         remote = RemoteStates(domain)
         mesh = domain.mesh
         groups = groups_between([mesh.shard, mesh.world])
-        peers = Peers.connect(mesh.shard, remote.slice_at, groups, lambda: domain.turn.trainer)
+        peers = Peers.connect(mesh.shard, remote.slice_at, groups, lambda: domain.turn.trainer, domain.message_of)
         if peers is None:
             return None
         remote.peers = peers

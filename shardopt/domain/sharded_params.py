@@ -84,6 +84,14 @@ class ShardedParams:
     def units(self) -> list[Unit]:
         return [unit for unit in self.gatherer.units.values() if unit.transport is self.transport]
 
+    def message_of(self, window: int, nbytes: int) -> torch.Tensor | None:
+        """Returns this rank's slice in the window of this number, as it travels in messages of so many bytes.
+
+        None if no unit has the window. The slice is final while another rank gathers the unit.
+        """
+        buckets = (each for unit in self.units for each in unit.buckets if each.window.number == window)
+        return next((each.message(nbytes) for each in buckets), None)
+
     def place_of(self, param: torch.Tensor) -> tuple[Shard, int] | None:
         """Returns the shard that holds a param, and its number in it; None if this rank has it whole."""
         is_whole = self.gatherer.here.unsharded_contexts > 0

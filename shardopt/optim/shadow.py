@@ -34,6 +34,7 @@ from ..domain.hyperparameters import plain_numbers
 from ..errors import ShardoptError
 from ..module.ddp import syncs_buffers
 from ..module.hooks import call_while_alive
+from ..partition.comm.all_gather import GatherKind
 from ..step.step import Call
 from ..units.unit import UnitState
 from ..units.unit_orders import Direction
@@ -186,8 +187,7 @@ class Shadow(JoinHook):
             gatherer.orders.refuse()
             self.announce("gather", lambda: {"problem": why})
         elif gathers.state is UnitState.SHARDED and (gatherer.passes.direction is None or not self._is_complete):
-            evaluates = gatherer.passes.direction is Direction.EVALUATION
-            self.announce("gather", lambda: {"unit": gathers.name, "evaluates": evaluates})
+            self.announce("gather", lambda: {"unit": gathers.name, "for": gatherer.passes.kind.value})
 
     def _check_place(self, engine: Engine) -> None:
         if self._rounds is not None and not _joinable(engine)._join_config.is_first_joinable:
@@ -307,7 +307,7 @@ class Shadow(JoinHook):
     def _gather(self, engine: Engine, announced: Announcement) -> None:
         gatherer = _gatherer(engine)
         assert gatherer is not None
-        gatherer.join(gatherer.units[announced.facts["unit"]], announced.facts["evaluates"])
+        gatherer.join(gatherer.units[announced.facts["unit"]], GatherKind(announced.facts["for"]))
 
     def _round(self, engine: Engine, announced: Announcement) -> None:
         assert self._rounds is not None

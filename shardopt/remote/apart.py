@@ -1,4 +1,4 @@
-"""Ranks that run apart: a rank that evaluates asks the others, after a while, where they are.
+"""Ranks that run apart: a rank in a gather that others may not run asks them, after a while, where they are.
 
 It waits for a gather that a rank has not begun, and that rank for a call that this one has not begun: neither would
 come (:mod:`shardopt.partition.comm.messages`). Once that holds of all ranks that it waits for, these complete its
@@ -7,6 +7,9 @@ gathers by a thread, with zeros that nobody sees, and its forward ends in an err
     rank 0   evaluates: gather ... where are you? ... complete it! ...  error       time ->
     rank 1   barrier() ............................................................
              thread               in barrier()       zeros
+
+A gather that trains is one of a unit that no schedule has, as no rank used it in the steps before. Ranks that do not
+use it now either complete it with their slices, which do not change while this rank waits: its forward goes on.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..partition.comm.all_gather import EVALUATION, FIRST_TAG
 from ..partition.comm.ended import note_unsent
 from ..partition.comm.host_group import host_group
 from ..partition.comm.messages import WAITS, book_of
 
 if TYPE_CHECKING:
-    from ..partition.comm.messages import Evaluation
+    from ..partition.comm.messages import AskingGather
 
 # Calls of torch that wait for all ranks of a group.
 _COLLECTIVES = re.compile(
@@ -72,7 +76,7 @@ def wait_of(thread: int, groups: Sequence[dist.ProcessGroup]) -> Wait | None:
 
 
 class Apart:
-    """The ranks of one optimizer, as one that evaluates asks them where they are."""
+    """The ranks of one optimizer, as one that waits for the others in a gather asks them where they are."""
 
     def __init__(
         self,
@@ -80,13 +84,16 @@ class Apart:
         groups: Sequence[dist.ProcessGroup],
         connect: Callable[[int], connection.Connection[Any, Any]],
         trainer: Callable[[], int],
+        message_of: Callable[[int, int], torch.Tensor | None],
     ):
         """
         Args:
             group: of the ranks, by whose numbers ``connect`` knows them.
             groups: in which they wait for each other, in one order on all of them.
             trainer: returns the thread that trains; 0: the main thread.
+            message_of: see :meth:`shardopt.domain.sharded_params.ShardedParams.message_of`.
         """
+        self._message_of = message_of
         self._group, self._groups, self._connect = host_group(group), groups, connect
         self._trainer = trainer
         book_of(self._group).inquirers.append(self.inquire)
@@ -96,17 +103,17 @@ class Apart:
         with suppress(ValueError):
             book_of(self._group).inquirers.remove(self.inquire)
 
-    # -- the rank that evaluates -----------------------------------------------------------------------------------
+    # -- the rank that asks ----------------------------------------------------------------------------------------
 
-    def inquire(self, evaluation: Evaluation) -> None:
+    def inquire(self, gather: AskingGather) -> None:
         """Asks the ranks that this one waits for. If they run apart, they complete its gathers."""
         with suppress(OSError, EOFError, ValueError, KeyError):  # a rank that is gone is noticed by who waits for it
-            self._inquire(evaluation)
+            self._inquire(gather)
 
-    def _inquire(self, evaluation: Evaluation) -> None:
+    def _inquire(self, gather: AskingGather) -> None:
         waiting: dict[int, Wait] = {}
-        for rank in evaluation.peers:
-            has_begun, wait = self._ask(rank, {"where": self._facts([evaluation], rank)})
+        for rank in gather.peers:
+            has_begun, wait = self._ask(rank, {"where": self._facts([gather], rank)})
             if has_begun:
                 continue
             if wait is None or self._has_begun(Wait(*wait), rank):
@@ -114,17 +121,17 @@ class Apart:
             waiting[rank] = Wait(*wait)
         if not waiting:
             return
-        under_way = list(book_of(self._group).evaluations.values())
-        for each in under_way:  # first: what completes them is not their values
-            each.verdict = self._verdict(evaluation, waiting)
+        under_way = [each for each in book_of(self._group).asking.values() if each.trains == gather.trains]
+        for each in under_way if not gather.trains else ():  # first: what completes them is not their values
+            each.verdict = self._verdict(gather, waiting)
         if not any([self._may_complete(under_way, rank, wait) for rank, wait in waiting.items()]):
             for each in under_way:
                 each.verdict = None
 
-    def _may_complete(self, evaluations: Sequence[Evaluation], rank: int, wait: Wait) -> bool:
+    def _may_complete(self, gathers: Sequence[AskingGather], rank: int, wait: Wait) -> bool:
         """Asks a rank to complete gathers. Returns False only if it says that it does not: else zeros may come."""
         try:
-            return bool(self._ask(rank, {"complete": self._facts(evaluations, rank), "while": wait}))
+            return bool(self._ask(rank, {"complete": self._facts(gathers, rank), "while": wait}))
         except (OSError, EOFError, ValueError):
             return True
 
@@ -135,29 +142,29 @@ class Apart:
                 raise TimeoutError("no answer")
             return json.loads(peer.recv_bytes(1 << 16))
 
-    def _facts(self, evaluations: Sequence[Evaluation], rank: int) -> list[Any]:
+    def _facts(self, gathers: Sequence[AskingGather], rank: int) -> list[Any]:
         place, book = self._groups.index(self._group), book_of(self._group)
-        gathers = [[each.tag, each.number + book.completed[each.tag, rank], each.nbytes] for each in evaluations]
-        return [place, self._group.rank(), gathers]
+        facts = [[each.tag, each.number + book.completed[each.tag, rank], each.nbytes] for each in gathers]
+        return [place, self._group.rank(), facts]
 
     def _has_begun(self, wait: Wait, rank: int) -> bool:
         book = book_of(self._groups[wait.group])
         return (book.collectives if wait.tag is None else book.begun_with(wait.tag, rank)) >= wait.number
 
-    def _verdict(self, evaluation: Evaluation, waiting: dict[int, Wait]) -> str:
+    def _verdict(self, gather: AskingGather, waiting: dict[int, Wait]) -> str:
         rank, wait = min(waiting.items())
         where = f"on rank {self._group.rank()} of {self._group.size()}"
         return (
             "put what one rank does (`if rank == 0: evaluate()`) in `with optimizer.unsharded(alone=True):`, and what "
             "ranks do at other lengths in `with optimizer.unsharded():`. While "
-            f"{evaluation.phase} to evaluate, {where}: rank {rank} does not evaluate, and waits for this one elsewhere "
+            f"{gather.phase} to evaluate, {where}: rank {rank} does not evaluate, and waits for this one elsewhere "
             f"({wait.name}). Nothing has changed: make that call on this rank too, and all go on."
         )
 
     # -- the others ------------------------------------------------------------------------------------------------
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Answers a rank that evaluates."""
+        """Answers a rank that asks."""
         place, rank, gathers = request["where"] if "where" in request else request["complete"]
         group = self._groups[int(place)]
         book, wait = book_of(group), wait_of(self._trainer() or threading.main_thread().ident or 0, self._groups)
@@ -168,14 +175,23 @@ class Apart:
             return [not lacking, wait]
         if wait is None or list(wait) != request["while"]:
             return False
+        messages = [self._message(tag, nbytes) for tag, _, nbytes in lacking]
+        if any(each is None for each in messages):
+            return False
         works = []
-        for tag, _, nbytes in lacking:
+        for (tag, _, nbytes), message in zip(lacking, messages, strict=True):
+            assert message is not None
             book.completed[tag, rank] += 1
             book.messages += 2
             note_unsent(group, 2 * (group.size() - 2))
             works.append(dist.irecv(torch.empty(nbytes, dtype=torch.uint8), group_src=rank, group=group, tag=tag))
-            works.append(dist.isend(torch.zeros(nbytes, dtype=torch.uint8), group_dst=rank, group=group, tag=tag))
+            works.append(dist.isend(message, group_dst=rank, group=group, tag=tag))
         for each in works:
             assert each is not None
             each.wait()
         return True
+
+    def _message(self, tag: int, nbytes: int) -> torch.Tensor | None:
+        """Returns what completes another rank's gather: zeros for one that evaluates, else this rank's slice."""
+        window = tag - FIRST_TAG
+        return torch.zeros(nbytes, dtype=torch.uint8) if window & EVALUATION else self._message_of(window, nbytes)

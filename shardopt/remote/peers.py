@@ -85,12 +85,14 @@ class Peers:
         readable: Readable,
         groups: Sequence[dist.ProcessGroup] = (),
         trainer: Callable[[], int] = lambda: 0,
+        message_of: Callable[[int, int], torch.Tensor | None] = lambda window, nbytes: None,
     ) -> Peers | None:
         """Collective. Returns None if some rank can open no socket: one rank alone can then read nothing.
 
         Args:
             groups: in which these ranks wait for each other, in one order on all of them.
             trainer: returns the thread that trains; 0: the main thread.
+            message_of: see :meth:`shardopt.domain.sharded_params.ShardedParams.message_of`.
         """
         # Every rank makes a token and a key; all take those of rank 0.
         card = [own_machine(), secrets.token_hex(16), secrets.token_hex(32)]
@@ -108,7 +110,9 @@ class Peers:
         own.register(slices)
         peers = Peers(own, slices, addresses, ranks.rank, ranks.seconds)
         if ranks.group is not None and groups:
-            slices.apart = Apart(ranks.group, groups, lambda rank: _connect(addresses[rank], slices), trainer)
+            slices.apart = Apart(
+                ranks.group, groups, lambda rank: _connect(addresses[rank], slices), trainer, message_of
+            )
         _PEERS.add(peers)
         return peers
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError, DisagreementError
+from ..partition.comm.all_gather import GatherKind
 from ..profiler import labelled
 from .unit import Stay, UnitState
 
@@ -68,12 +69,12 @@ class GatheredUnits:
         self.writes.transports.append(transport)
         self.waits_for_others = self.waits_for_others or transport.overlaps or holds_parts
 
-    def start(self, unit: Unit, may_be_coded: bool = False, evaluates: bool = False) -> None:
+    def start(self, unit: Unit, may_be_coded: bool = False, kind: GatherKind = GatherKind.SCHEDULED) -> None:
         """Starts to gather a unit, if it is not on its way. It is now the most recently used.
 
         Args:
             may_be_coded: True in what trains. What is evaluated, read, saved or written back is exact.
-            evaluates: True in a forward that no backward follows.
+            kind: what the gather is for.
         """
         self.order[unit] = self.order.pop(unit, None)
         if unit.outlives_backward and unit.stays is Stay.NO:
@@ -85,7 +86,7 @@ class GatheredUnits:
             self.wait(unit)  # and then the exact values follow, into the same memory
         trains, holders = may_be_coded and self.alone is None, unit.holders
         is_coded, is_held, keeps_at = trains and unit.has_code, False, None
-        if holders is not None and trains:
+        if holders is not None and trains and kind is GatherKind.SCHEDULED:  # parts of it may lie on some ranks alone
             now = self.writes.count[unit.transport]
             is_held = unit.held_at == now
             keeps_at = None if is_held else now
@@ -94,9 +95,9 @@ class GatheredUnits:
         elif self.alone is not None:
             gathering = self.alone(unit)
         else:
-            if evaluates not in unit.all_gathers:
-                unit.all_gathers[evaluates] = unit.transport.all_gather(unit.phase, GATHER_TIMEOUT, evaluates)
-            gathering = unit.all_gathers[evaluates]
+            if kind not in unit.all_gathers:
+                unit.all_gathers[kind] = unit.transport.all_gather(unit.phase, GATHER_TIMEOUT, kind)
+            gathering = unit.all_gathers[kind]
         windows: tuple[Window, ...] = ()
         try:
             for each in unit.buckets:

@@ -27,11 +27,11 @@ from .passes import Passes
 from .slice_writes import SliceWrites
 from .stray_writes import StrayWrites
 from .unit import GatheredBucket, Stay, UnitState
-from .unit_orders import Direction, UnitOrders
+from .unit_orders import UnitOrders
 
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
-    from ..partition.comm.all_gather import AllGather, Window
+    from ..partition.comm.all_gather import AllGather, GatherKind, Window
     from .schedule import Budget
     from .unit import ParamShard, Unit
     from .unit_orders import Order
@@ -109,7 +109,7 @@ class Gatherer:
         if not in_order:
             here.start(unit)
         elif not self.passes.advance_to(unit):
-            here.start(unit, now is not None and now.is_traced, self.passes.direction is Direction.EVALUATION)
+            here.start(unit, now is not None and now.is_traced, self.passes.kind)
         if self.writes.written and here.alone is None:
             self.writes.after_writes()
         if unit.state is not UnitState.UNSHARDED:
@@ -200,10 +200,10 @@ class Gatherer:
         if not unit.users:
             self.here.drop(unit)
 
-    def join(self, unit: Unit, evaluates: bool) -> None:
+    def join(self, unit: Unit, kind: GatherKind) -> None:
         """Takes part in a gather of other ranks that this rank's schedule does not have."""
         self.here.drop(unit)
-        self.here.start(unit, evaluates=evaluates)
+        self.here.start(unit, kind=kind)
         self.here.drop(unit)
 
     def done_but_viewed(self, unit: Unit) -> None:

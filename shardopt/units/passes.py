@@ -1,16 +1,17 @@
 """The pass that runs, a forward or a backward: its schedule says what is gathered and resharded with each use.
 
 Where a gather needs all ranks, a rank that did not use a unit joins its gather here, once it uses a later one or the
-pass ends.
+pass ends. A gather that the schedule does not have asks the ranks that do not run it: see :mod:`shardopt.remote.apart`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import CommunicationError
+from ..partition.comm.all_gather import GatherKind
 from .unit import Stay
 from .unit_orders import Direction, ModelPass
 
@@ -91,6 +92,13 @@ class Passes:
         """The kind of the pass that runs now; None between passes."""
         return None if self.now is None else self.now.direction
 
+    @property
+    def kind(self) -> GatherKind:
+        """What a gather on demand is for."""
+        if self.now is None or not (self.now.is_traced or self.direction is Direction.EVALUATION):
+            return GatherKind.SCHEDULED
+        return GatherKind.ON_DEMAND if self.now.is_traced else GatherKind.EVALUATION
+
     def advance_to(self, unit: Unit) -> bool:
         """Goes on to the next use: reshards, joins gathers and starts others as the schedule says.
 
@@ -116,7 +124,8 @@ class Passes:
             return False
         if now is None or at is None:
             self.before_gathers(unit)
-            self._reshard_over_budget(unit, self._stays_for_now)
+            scheduled = self._scheduled_now(now)
+            self._reshard_over_budget(unit, lambda each: each.name in scheduled or self._stays_for_now(each))
             return False
         if self._here.waits_for_others:
             if now.at:  # before this rank gathers for the next use, which waits for ranks that wait for sums
@@ -128,6 +137,14 @@ class Passes:
         self._run(now, now.uses[at])
         now.at = at + 1
         return True
+
+    def _scheduled_now(self, now: ModelPass | None) -> Collection[str]:
+        """Returns the units that the schedule has gathered for uses to come: other ranks gather them once."""
+        if now is None or not now.is_traced or not self._here.waits_for_others:
+            return ()
+        if now.at:
+            return now.uses[now.at - 1].stays
+        return self._orders.schedule_of(now.called).kept if now.direction is Direction.BACKWARD else ()
 
     def _join(self, now: ModelPass, until: int) -> None:
         """Issues the gathers of uses that this rank omits, because other ranks need the units."""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..partition.comm.group import as_bytes
+
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
-    from ..partition.comm.all_gather import AllGather, Window
+    from ..partition.comm.all_gather import AllGather, GatherKind, Window
     from ..partition.comm.holders import Holders
     from ..partition.comm.transport import Transport
     from .secondary import SecondaryShard
@@ -107,6 +109,12 @@ class GatheredBucket:
         if self.window.code is not None and self.window.nbytes_received:
             self.messages = self.window.encoded(self.unit.transport.ranks.rank)
 
+    def message(self, nbytes: int) -> torch.Tensor:
+        """Returns this rank's slice as it travels, 1D uint8: encoded if that has so many bytes."""
+        shard, code = torch.empty(self.window.shard_numel, dtype=self.window.flat.dtype), self.window.code
+        self.param_shard.read(shard)
+        return code.encode(shard) if code is not None and code.message_bytes == nbytes else as_bytes(shard)
+
     def put_part(self) -> None:
         """Puts this rank's part of what was gathered before in its place, to be gathered anew."""
         assert self.secondary is not None
@@ -140,7 +148,7 @@ class Unit:
         stays: what becomes of it without users.
         outlives_backward: it stays gathered until the step, for backwards of other micro-batches follow.
         called: the name of the module that a script calls, with this unit in it. Each has passes of its own.
-        all_gathers: that gather it, by whether it is to evaluate; made for the first time.
+        all_gathers: that gather it, by what they are for; made for the first time.
         gathering: the all-gather that was started and not waited for.
         has_code: True if its slices travel encoded to what trains.
         is_coded: True if its buckets hold, or will hold, what quantizing left of the slices.
@@ -160,7 +168,7 @@ class Unit:
     stays: Stay = Stay.NO
     outlives_backward: bool = False
     called: str = ""
-    all_gathers: dict[bool, AllGather] = field(default_factory=dict)
+    all_gathers: dict[GatherKind, AllGather] = field(default_factory=dict)
     gathering: AllGather | None = None
     has_code: bool = False
     is_coded: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +28,17 @@ FIRST_TAG = 1 << 30
 # Added to the tag of a gather of a forward that no backward follows: it never meets one that trains.
 EVALUATION = 1 << 19
 CAST_NUMEL = 1 << 16  # elements of another dtype that are read at a time: they stay in the cache until they are cast
+
+
+class GatherKind(IntEnum):
+    """What a gather of a unit is for: ranks must run a scheduled one alike, and may differ in the others."""
+
+    SCHEDULED = 0
+    ON_DEMAND = 1
+    """Of a forward or a backward, by a use that the schedule does not have."""
+
+    EVALUATION = 2
+    """Of a forward that no backward follows."""
 
 
 class ShardCode(Protocol):
@@ -188,14 +200,19 @@ def by_messages(ranks: Members, phase: str, limit: timedelta | None = None) -> A
     return AllGather(begin)
 
 
-def to_evaluate(ranks: Ranks, phase: str, limit: timedelta | None = None) -> AllGather:
-    """Like :func:`by_messages`, in a forward that no backward follows: ranks that do not run it are found."""
+def by_asking(ranks: Ranks, phase: str, limit: timedelta | None, trains: bool) -> AllGather:
+    """Like :func:`by_messages`; ranks that do not run it are found, and complete it.
+
+    Args:
+        trains: False in a forward that no backward follows, which ends in an error then.
+    """
+    first = FIRST_TAG if trains else FIRST_TAG + EVALUATION
 
     def begin(window: Window) -> Callable[[], None]:
         shards = [window.shard(rank) for rank in range(ranks.size)]
         own = [shards[ranks.rank]] * ranks.size
-        pending = ranks.exchange_slices(own, shards, FIRST_TAG + EVALUATION + window.number, phase)
-        return partial(ranks.wait, ranks.evaluating(pending, own[0].nbytes), limit)
+        pending = ranks.exchange_slices(own, shards, first + window.number, phase)
+        return partial(ranks.wait, ranks.asking(pending, own[0].nbytes, trains), limit)
 
     return AllGather(begin)
 

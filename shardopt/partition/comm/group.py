@@ -23,7 +23,7 @@ from ...errors import CommunicationError, DisagreementError
 from ...gpu_stream import current_stream
 from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
-from .messages import Evaluation, book_of, waiting
+from .messages import AskingGather, book_of, waiting
 from .patience import await_news_of_readers, is_read_alone, wait_for_collective, wait_for_message
 
 # Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
@@ -50,7 +50,7 @@ class Pending(NamedTuple):
     peers: tuple[int, ...] = ()  # by work: its rank, if each work is with one rank
     is_on_host: bool = False  # messages of host memory, which gloo carries
     tag: int | None = None  # of messages
-    evaluation: Evaluation | None = None  # that gathers by these messages
+    asking: AskingGather | None = None  # by these messages
 
 
 @dataclass
@@ -128,20 +128,20 @@ class Ranks:
             DisagreementError: other ranks completed an evaluation's messages with anything: they run apart.
         """
         deadline = self._deadline
-        if deadline is None and limit is not None and (limit.total_seconds() < self.seconds or pending.evaluation):
+        if deadline is None and limit is not None and (limit.total_seconds() < self.seconds or pending.asking):
             deadline = min(limit, timedelta(seconds=self.seconds))
         group = host_group(self.group) if self.group is not None and pending.is_on_host else self.group
-        with waiting(group, pending.tag, pending.phase, pending.evaluation):
+        with waiting(group, pending.tag, pending.phase, pending.asking):
             for work, peer in itertools.zip_longest(pending.works, pending.peers):
                 with self.naming(pending.phase, peer):
                     if deadline is None or group is None:
                         work.wait()
                     elif pending.is_on_host and peer is not None:
-                        wait_for_message(work, deadline, group, peer, pending.evaluation)
+                        wait_for_message(work, deadline, group, peer, pending.asking)
                     else:
                         wait_for_collective(work, deadline, group)
-        if pending.evaluation is not None and pending.evaluation.verdict is not None:
-            raise DisagreementError(pending.evaluation.verdict)
+        if pending.asking is not None and pending.asking.verdict is not None:
+            raise DisagreementError(pending.asking.verdict)
 
     def wait_on_stream(self, pending: Pending) -> None:
         """Lets the current stream wait until the collective is done; the host goes on.
@@ -294,13 +294,13 @@ class Ranks:
             book_of(group).note(tag, len(works))
         return Pending(phase, tuple(works), (*peers, *peers), device.type == "cpu", tag)
 
-    def evaluating(self, pending: Pending, nbytes: int) -> Pending:
-        """Returns messages to all ranks, of this size each, as those of an evaluation; see :mod:`.messages`."""
+    def asking(self, pending: Pending, nbytes: int, trains: bool) -> Pending:
+        """Returns messages to all ranks, of this size each, as those of a gather that asks; see :mod:`.messages`."""
         if not pending.is_on_host or self.group is None:
             return pending
         book, tag = book_of(host_group(self.group)), pending.tag
         assert tag is not None
-        return pending._replace(evaluation=Evaluation(book, pending.phase, tag, pending.peers, nbytes))
+        return pending._replace(asking=AskingGather(book, pending.phase, tag, pending.peers, nbytes, trains))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], phase: str, root: int = 0) -> None:
         """Collective: copies the root's values into every rank's tensors, one after the other."""

@@ -7,7 +7,8 @@ wait for what the other one has not begun; two that do would wait until a deadli
     rank 1   waits in the 12th collective of the group, which rank 0 has not begun
 
 :mod:`shardopt.remote.apart` asks the other ranks where they are. A forward that no backward follows has sent nothing
-but its gathers: ranks that never run it complete them, so that it ends, and the group can be used on.
+but its gathers: ranks that never run it complete them, so that it ends, and the group can be used on. A gather that
+trains, of a unit that no schedule has, is completed with right values.
 """
 
 from __future__ import annotations
@@ -26,25 +27,30 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _FIRST_LOOK = 1.0  # seconds that a rank waits before it asks the others where they are
+_FIRST_LOOK_IN_TRAINING = 0.1  # until the next step each use of a new unit may wait so long
 _LAST_PAUSE = 16.0  # between two looks; it doubles from look to look
 
 
-class Evaluation:
-    """A gather of a forward that no backward follows, from its beginning to the end of its wait.
+class AskingGather:
+    """A gather that other ranks may not run, from its beginning to the end of its wait.
 
     Attributes:
+        trains: False in a forward that no backward follows. True: ranks that do not run it complete it with their
+            slices.
         number: among the messages of this tag.
         nbytes: of what it sends to each rank, and receives from each.
         verdict: why ranks run apart, once the others complete this gather with anything; None: its values are right.
     """
 
-    def __init__(self, book: Book, phase: str, tag: int, peers: Sequence[int], nbytes: int):
+    def __init__(self, book: Book, phase: str, tag: int, peers: Sequence[int], nbytes: int, trains: bool):
+        self.trains = trains
         self.phase, self.tag, self.peers, self.nbytes = phase, tag, tuple(dict.fromkeys(peers)), nbytes
         self.number = book.counts[tag]
         self.verdict: str | None = None
-        self._book, self._pause, self._looks_at = book, _FIRST_LOOK, time.monotonic() + _FIRST_LOOK
+        self._book, self._pause = book, _FIRST_LOOK_IN_TRAINING if trains else _FIRST_LOOK
+        self._looks_at = time.monotonic() + self._pause
         self._looking: threading.Thread | None = None
-        book.evaluations[self.tag] = self
+        book.asking[self.tag] = self
 
     def look(self) -> None:
         """Asks the other ranks where they are, by a thread, if this rank has waited for a while."""
@@ -59,7 +65,7 @@ class Evaluation:
 
     def forget(self) -> None:
         """Is called once it has been waited for."""
-        self._book.evaluations.pop(self.tag, None)
+        self._book.asking.pop(self.tag, None)
 
 
 class Book:
@@ -68,15 +74,15 @@ class Book:
     Attributes:
         counts: of messages to all ranks, by tag.
         completed: by tag and rank: of gathers of that rank that this one completed, and did not run.
-        evaluations: by tag: gathers that are under way.
+        asking: by tag: gathers that are under way, and that other ranks may not run.
         inquirers: ask the other ranks about one of these; the newest one counts.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
         self.counts, self.completed = Counter[int](), Counter[tuple[int, int]]()
-        self.evaluations: dict[int, Evaluation] = {}
-        self.inquirers: list[Callable[[Evaluation], None]] = []
+        self.asking: dict[int, AskingGather] = {}
+        self.inquirers: list[Callable[[AskingGather], None]] = []
         self.messages = 0  # sent and received
 
     @property
@@ -105,7 +111,7 @@ WAITS: dict[int, tuple[dist.ProcessGroup, int | None, str]] = {}
 
 @contextmanager
 def waiting(
-    group: dist.ProcessGroup | None, tag: int | None, phase: str, evaluation: Evaluation | None
+    group: dist.ProcessGroup | None, tag: int | None, phase: str, asking: AskingGather | None
 ) -> Iterator[None]:
     """A context in which this thread waits for other ranks."""
     thread = threading.get_ident()
@@ -115,8 +121,8 @@ def waiting(
         yield
     finally:
         WAITS.pop(thread, None)
-        if evaluation is not None:
-            evaluation.forget()
+        if asking is not None:
+            asking.forget()
 
 
 def book_of(group: dist.ProcessGroup) -> Book:

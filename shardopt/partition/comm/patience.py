@@ -23,7 +23,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .messages import Evaluation
+    from .messages import AskingGather
 
 _TICK = 0.05  # seconds between two looks at the waits for messages
 _WITHOUT_END = timedelta(days=365)
@@ -80,10 +80,10 @@ def wait_for_collective(work: Any, deadline: timedelta, group: dist.ProcessGroup
 
 
 def wait_for_message(
-    work: Any, deadline: timedelta, group: dist.ProcessGroup, peer: int, evaluation: Evaluation | None = None
+    work: Any, deadline: timedelta, group: dist.ProcessGroup, peer: int, asking: AskingGather | None = None
 ) -> None:
     """Waits for a message of gloo. Raises RuntimeError after its deadline; the group cannot be used any more then."""
-    wait = _MessageWait(group, peer, deadline.total_seconds(), evaluation)
+    wait = _MessageWait(group, peer, deadline.total_seconds(), asking)
     _WATCH.add(wait)
     try:
         work.wait(_WITHOUT_END)
@@ -100,15 +100,15 @@ class _MessageWait:
     group: dist.ProcessGroup
     peer: int
     seconds: float
-    evaluation: Evaluation | None
+    asking: AskingGather | None
     began: float = field(default_factory=lambda: time.monotonic())
     is_over: bool = False
 
     def look(self) -> None:
         """Ends the wait if its time is up."""
-        if self.evaluation is not None:
+        if self.asking is not None:
             with suppress(RuntimeError):  # no more threads: the deadline still holds, as do those of other waits
-                self.evaluation.look()
+                self.asking.look()
         if time.monotonic() < self.began + self.seconds or self.is_over:
             return
         if is_read_alone(self.group, self.began):

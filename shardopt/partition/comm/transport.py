@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ...errors import BindingError, CommunicationError
 from . import all_to_all
-from .all_gather import FIRST_TAG, Window, by_collectives, by_messages, by_reading, to_evaluate
+from .all_gather import FIRST_TAG, GatherKind, Window, by_asking, by_collectives, by_messages, by_reading
 from .async_gather import AsyncGather
 from .group import Traffic
 from .peer_board import PeerBoard
@@ -181,21 +181,23 @@ class Transport:
             peers = tuple((self._cards[each][0], addresses[each][0]) for each in holders.members)
         return self._opened, peers if holders.reads_memory else ()
 
-    def all_gather(self, phase: str, limit: timedelta | None = None, evaluates: bool = False) -> AllGather:
+    def all_gather(
+        self, phase: str, limit: timedelta | None = None, kind: GatherKind = GatherKind.SCHEDULED
+    ) -> AllGather:
         """Returns an all-gather for shards that are final on every rank.
 
         Args:
             limit: of each wait of the host, see :meth:`Ranks.wait`; the waits of NCCL have the group's timeout.
-            evaluates: of forwards that no backward follows.
+            kind: what it is for.
         """
         if self._memory is not None:
             return by_reading(self.ranks, self._memory)
-        if self._hosts is not None and not evaluates:
+        if self._hosts is not None and kind is GatherKind.SCHEDULED:
             from .all_gather_hosts import by_hosts
 
             return by_hosts(self.ranks, self._hosts, phase, limit)
-        if evaluates and not self.ranks.has_collectives(self._device):
-            return to_evaluate(self.ranks, phase, limit)
+        if kind is not GatherKind.SCHEDULED and not self.ranks.has_collectives(self._device):
+            return by_asking(self.ranks, phase, limit, trains=kind is GatherKind.ON_DEMAND)
         return all_gather_between(self.ranks, self._device, phase, limit)
 
     def gather(self, phase: str, is_coded: bool = False) -> Gather:
