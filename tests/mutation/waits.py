@@ -1,6 +1,6 @@
 """Takes the order of streams away, one call at a time: every wait, join, mark and record of the package.
 
-    python -m tests.mutation.waits [WORDS ...]     writes results/waits.md; with words only the sites that hold one
+    python -m tests.mutation.waits [WORDS ...]     writes results/waits.md; with words anew only the sites that hold one
 
 A site is one of three: a call that stands alone and orders something (``buffer.join()``), which goes; a mark that a
 copy or a slot is given (``to_host(copies, self._streams.now())``), which becomes one that was never recorded; a mark
@@ -13,7 +13,7 @@ import importlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from tests.mutation.waits_unseen import UNSEEN
 from tests.support.paths import ROOT
 from tests.support.streams.scenarios import Scenario, scenarios
 
+NOT_FOUND = "**not found**"
 RESULTS = Path(__file__).parent / "results" / "waits.md"
 MODULES = (
     *(f"partition.{name}" for name in ("streams", "reducer", "gradient_buckets")),
@@ -234,9 +235,33 @@ def of_use(site: Site, among: Sequence[Scenario]) -> list[Scenario]:
     return [each for each in among if any(word in str(each) for word in words)]
 
 
-def table(results: Sequence[tuple[Site, tuple[Scenario, str] | None]]) -> str:
+Row = tuple[str, str, str]  # site, scenario, what it noticed
+
+
+def row(site: Site, found: tuple[Scenario, str] | None) -> Row:
+    """The row of a site: texts in one line each, without the mark that ends a cell."""
+    if found is None:
+        return str(site), "-", f"{NOT_FOUND}: {UNSEEN.get(str(site), '?')}"
+    return str(site), str(found[0]), " ".join(found[1].replace("|", "/").split())[:160].strip()
+
+
+def rows(page: str) -> list[Row]:
+    """The rows that a page has."""
+    cells = (line.removeprefix("| ").removesuffix(" |").split(" | ") for line in page.splitlines()[6:])
+    return [(site, scenario, what) for site, scenario, what in cells]
+
+
+def by_site(results: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of each site: several may be spelled alike."""
+    found: dict[str, list[Row]] = {}
+    for each in results:
+        found.setdefault(each[0], []).append(each)
+    return found
+
+
+def table(results: Sequence[Row]) -> str:
     """Markdown."""
-    counts = Counter("found" if found else "not found" for _, found in results)
+    counts = Counter("not found" if what.startswith(NOT_FOUND) else "found" for _, _, what in results)
     lines = [
         "# The order of streams, one call taken away at a time",
         "",
@@ -246,32 +271,26 @@ def table(results: Sequence[tuple[Site, tuple[Scenario, str] | None]]) -> str:
         "| site | noticed by | as |",
         "|---|---|---|",
     ]
-    for site, found in results:
-        scenario, what = (
-            ("-", f"**not found**: {UNSEEN.get(str(site), '?')}")
-            if found is None
-            else (str(found[0]), found[1].replace("|", "/")[:160])
-        )
-        lines.append(f"| {site} | {scenario} | {what} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *(f"| {site} | {scenario} | {what} |" for site, scenario, what in results), ""])
 
 
 def main() -> None:
     importlib.import_module("tests.support.preload")
     words = sys.argv[1:]
-    chosen = [each for each in sites() if not words or any(word in str(each) for word in words)]
+    known, every = by_site(rows(RESULTS.read_text()) if words else ()), sites()
+    chosen = [each for each in every if str(each) not in known or any(word in str(each) for word in words)]
+    for site in chosen:
+        known[str(site)] = []
     everything, last = scenarios(), {}  # type: ignore[var-annotated]
-    results = []
     for site in chosen:
         # What noticed the last site of this module is asked first.
         first = last.get(site.module, [])
         found = found_by(site, [*first, *(each for each in of_use(site, everything) if each not in first)])
         if found is not None:
             last[site.module] = [found[0], *(each for each in first if each is not found[0])]
-        results.append((site, found))
+        known[str(site)].append(row(site, found))
         print(site, "->", "NOT FOUND" if found is None else f"{found[0]}: {found[1]}", flush=True)
-    if not words:
-        RESULTS.write_text(table(results))
+    RESULTS.write_text(table([known[str(each)].pop(0) for each in every]))  # without those of sites that are gone
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ Features that a script takes away are still where it looks for them.
 
 import ast
 import textwrap
+from typing import Any
 
+from tests.mutation import waits
 from tests.mutation.features import FEATURES
 from tests.mutation.mutants import Mutant, draw, mutants_of
 from tests.support.paths import ROOT
@@ -102,3 +104,14 @@ def test_features_are_where_they_were() -> None:
         for test in feature.tests:
             path, _, name = test.partition("::")
             assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test
+
+
+def test_the_page_of_waits_is_as_it_is_written() -> None:
+    """Three cells a row, each in one line, and a heading that counts them: no row is written by hand."""
+    page = waits.RESULTS.read_text()
+    assert waits.table(waits.rows(page)) == page
+    site = waits.Site("offload.host", "HostStorage.write", 0, "wait()")
+    scenario: Any = "stage 1"
+    broken = waits.row(site, (scenario, "KeyError: tensor([1 |\n      2])"))
+    assert broken[1:] == ("stage 1", "KeyError: tensor([1 / 2])")
+    assert waits.rows(waits.table([broken, waits.row(site, None)])) == [broken, waits.row(site, None)]
