@@ -228,6 +228,7 @@ class Bindings:
         mesh = Mesh.of(group, sharded, self.options.tuning.deadline)
         domain = Domain(self.rule, self.options, mesh, self.local_params, self.turn)
         domain.on_freed = call_while_alive(StateTable.keep, self.states)
+        domain.waits_in_parts = call_while_alive(StateTable.waits_in_parts, self.states, otherwise=False)
         self._at_the_end(Domain.retire, domain)
         return domain
 

@@ -182,6 +182,8 @@ class Domain:
         self.on_overlap: Callable[[StartGather], bool] = lambda _: False
         # Keeps what scripts hold of the states of these params. Set by the table of the states.
         self.on_freed: Callable[[Sequence[torch.nn.Parameter]], object] = lambda _: None
+        # True of a param whose loaded state is in parts. Set by the table of the states.
+        self.waits_in_parts: Callable[[torch.nn.Parameter], bool] = lambda _: False
 
     # -- what is bound ---------------------------------------------------------------------------------------------
 
@@ -215,19 +217,18 @@ class Domain:
         return self.links.shards
 
     def unbound(self, groups: Sequence[Group], listed: ListedParams | None = None) -> list[Candidate]:
-        """Returns the params that a step needs and that are not bound: those that train, or have a gradient.
+        """Returns the params that are to be bound: those that train, or have a gradient, or a state in parts.
+
+        What a frozen param has in parts, as a copy of the optimizer has it, other ranks find only once it is bound.
 
         Args:
             listed: those of the groups, where they were looked up.
         """
         entries, others = self.entries, (listed or self.listed(groups)).others
-        if not (others and any(map(_is_needed, others))):
+        needed = {param for param in others if _is_needed(param) or self.waits_in_parts(param)} if others else ()
+        if not needed:
             return []  # nearly every step ends here, before names are made
-        return [
-            (name, param, group)
-            for name, param, group in named_params(groups)
-            if param not in entries and _is_needed(param)
-        ]
+        return [each for each in named_params(groups) if each[1] not in entries and each[1] in needed]
 
     def listed(self, groups: Sequence[Group]) -> ListedParams:
         """Returns the params of these groups with their records. They are looked up anew if the groups list others."""

@@ -92,10 +92,7 @@ class Arrivals:
     def attach(self) -> list[Any]:
         """Registers the hooks of the params. Returns their handles."""
         rests, arrives = _hook(self, self._is_in_order, True), _hook(self, self._is_in_order, False)
-        return [
-            entry.outer.register_post_accumulate_grad_hook(rests if entry.index in self._rests else arrives)
-            for entry in self.entries
-        ]
+        return [_registered(entry.outer, rests if entry.index in self._rests else arrives) for entry in self.entries]
 
     def begin(self, missing: int, reducer: Reducer) -> None:
         """A round begins, in which the bucket waits for this many gradients."""
@@ -205,6 +202,14 @@ def shown_slice(entry: ParamRecord) -> GradientSlice | None:
 
 
 Hook = Callable[[torch.Tensor], None]
+
+
+def _registered(param: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Registers the hook of a param, which may be frozen now and train later: torch refuses only to register it."""
+    trains = param.requires_grad
+    handle = param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(trains)
+    return handle
 
 
 def _hook(arrivals: Arrivals, is_in_order: bool, rests: bool) -> Hook:

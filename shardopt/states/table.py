@@ -162,6 +162,13 @@ class StateTable:
             held = source.show(size, stride, dtype)
         return held
 
+    def waits_in_parts(self, local: torch.nn.Parameter) -> bool:
+        """True if this rank alone cannot tell the whole state of a param that is not bound."""
+        state = self.waiting.get(local)
+        return state is not None and any(
+            isinstance(each, Part) for each in (*state.tensors.values(), *state.margins.values())
+        )
+
     def waiting_of(self, local: torch.nn.Parameter) -> ParamState | None:
         """Returns the state of a param that is not bound yet; None if it has none, or its initial one was not shown."""
         return self.waiting.get(local) or self._initials.get(local)

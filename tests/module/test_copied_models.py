@@ -2,6 +2,8 @@
 ``unsharded()`` a plain model like torch's."""
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,3 +59,39 @@ def alike() -> None:
 def test_copied_models(ranks: Pool) -> None:
     for world in (1, 2):
         ranks.run(alike, world=world)
+
+
+def goes_on_frozen(stage: int) -> None:
+    """After the next step nothing of a frozen param needs the original, which is closed: its states are the copy's."""
+    torch.manual_seed(0)
+    model = Stack()
+    opt = ShardedAdamW(model, lr=0.01, stage=stage, tuning=small(timeout=60))
+    train(model, opt, 0)
+    name, frozen = next(iter(model.named_parameters()))
+    frozen.requires_grad_(False)
+    expected = copies(opt.state[frozen])
+    with opt.unsharded():
+        copied, other = copy.deepcopy((model, opt))
+    again = copied.get_parameter(name)
+    train(copied, other, 1)
+    opt.close()
+    assert copies(other.state[again]) == expected
+    again.requires_grad_(True)
+    train(copied, other, 2)
+    assert float(other.state[again]["step"]) == 2.0 and copies(other.state[again]) != expected
+    other.close()
+
+
+def copies(state: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: raw(each + 0) for name, each in state.items()}
+
+
+def train(model: nn.Module, opt: ShardedAdamW, step: int) -> None:
+    opt.zero_grad()
+    model(data(step, 4, W)).square().mean().backward()
+    opt.step()
+
+
+def test_a_frozen_param_of_a_copy_keeps_its_states(ranks: Pool) -> None:
+    for stage in (1, 2, 3):
+        ranks.run(goes_on_frozen, stage, world=2)
