@@ -34,8 +34,8 @@ def check_module(module: nn.Module) -> None:
     """Raises TypeError unless this is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"module takes the nn.Module whose names a checkpoint goes by, found {type(module).__name__}. The order is "
-            "directory, module, optimizer."
+            "give the arguments in the order directory, module, optimizer: module takes the nn.Module whose names a "
+            f"checkpoint goes by, found {type(module).__name__}."
         )
 
 
@@ -61,7 +61,7 @@ def engines_of(optimizer: object) -> list[Engine]:
         if not isinstance(each, ShardedOptimizer):
             raise TypeError(
                 "use the Sharded class of that name, or save its state_dict()'s tensors as extra: a checkpoint holds "
-                f"the states of shardopt's optimizers, found a {type(each).__name__}."
+                f"the states of shardopt's optimizers, found {type(each).__module__}.{type(each).__qualname__}."
             )
         if any(each.engine is other for other in found):
             raise ValueError(f"optimizer lists the one at index {index} twice: list each once.")

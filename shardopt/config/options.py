@@ -42,8 +42,9 @@ def check_process_group(group: object, what: str) -> object:
     """Returns the group. Raises TypeError or ValueError unless it says which ranks share the states."""
     if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh):
         raise TypeError(
-            f"{what} takes a ProcessGroup that this rank is a member of, or a DeviceMesh, found {group!r}: construct "
-            "the optimizer on members only (new_group returns a number elsewhere)."
+            "pass what dist.new_group() or init_device_mesh() returned, or None for all ranks; on ranks that are no "
+            f"members construct no optimizer (new_group() returns a number there): {what} takes a ProcessGroup or a "
+            f"DeviceMesh, found {group!r}."
         )
     if isinstance(group, DeviceMesh) and group.ndim > 2:
         raise ValueError(
@@ -78,6 +79,9 @@ def _decay(value: object, what: str) -> float:
 
 def _reduce_dtype(value: object, what: str) -> object:
     if isinstance(value, str):
+        named = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(value, value), None)
+        if isinstance(named, torch.dtype) and value not in get_args(Traffic):
+            raise ValueError(f"write {what}={named}: a dtype of torch is given as itself, found {value!r}.")
         return word(value, what, get_args(Traffic), or_none=", a torch dtype, or None for the gradient's own")
     if not any(value is each for each in (torch.float32, torch.bfloat16, torch.float16)):
         raise ValueError(
@@ -118,7 +122,8 @@ def _tuning(value: object, what: str) -> object:
     if value is None:
         return Tuning()
     if not isinstance(value, Tuning):
-        raise TypeError(f"{what} takes a shardopt.Tuning, found {type(value).__name__}.")
+        asked = f"{what}=shardopt.Tuning(**given)" if isinstance(value, dict) else f"{what}=shardopt.Tuning(...)"
+        raise TypeError(f"write {asked}: {what} takes a shardopt.Tuning, found {type(value).__name__}.")
     return value
 
 

@@ -31,7 +31,7 @@ from ..tensors.inner_tensors import is_wrapper
 from ..tensors.unsharded_guard import is_sharded
 from .agreement import UNBOUND, agreed, checksum
 from .allocate import allocate, allocate_frozen
-from .bindable import check_bindable, check_gradient_format, warn_of_master
+from .bindable import check_bindable, check_free_of_parts, check_gradient_format, warn_of_master
 from .bucket_plan import plan_buckets
 from .called import stage_numbers
 from .connect import connect, open_windows
@@ -159,6 +159,8 @@ def _check(domain: Domain, groups: Sequence[Group], candidates: Sequence[Candida
         _check_by_host(domain)
     with torch._C.DisableTorchFunctionSubclass():  # reads shapes and strides of resharded params, no values
         check_bindable(candidates, groups, device)
+        if options.module is None:
+            check_free_of_parts(candidates)
     check_castable(domain, candidates)
     check_gradient_format(options, candidates)
     if not domain.entries and options.precision is None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import BindingError, warn
 from ..kernels.formats import format_of
+from ..tensors.gradient import GradientPart
 from ..tensors.strides import dense_strides
 from .members import plain_tensors
 from .param import named_params
@@ -32,6 +33,16 @@ def check_bindable(candidates: Sequence[Candidate], groups: Sequence[Group], dev
         seen[param] = name
         _check_param(name, param, device)
     _check_apart([(name, param) for name, param, _ in named_params(groups)])
+
+
+def check_free_of_parts(candidates: Sequence[Candidate]) -> None:
+    """Raises BindingError if another optimizer takes the gradient of a candidate, where no module was handed over."""
+    for name, param, _ in candidates:
+        if isinstance(param.grad, GradientPart):
+            raise BindingError(
+                "give a param to one optimizer, or close() the other one first: another optimizer took the module over "
+                f"and already takes the gradient of {name}, of which this one would see a slice. Both would train it."
+            )
 
 
 def check_gradient_format(options: Options, candidates: Sequence[Candidate]) -> None:

@@ -58,7 +58,10 @@ def read_arguments(
         options["module"] = params
         params = list(params.parameters())
     elif not isinstance(params, Iterable):
-        raise TypeError(f"params takes a module, tensors or param groups, found {type(params).__name__}.")
+        found = f"the class {params.__name__}" if isinstance(params, type) else type(params).__name__
+        raise TypeError(
+            f"pass the model, or model.parameters(): params takes a module, tensors or param groups, found {found}."
+        )
     from .matrices import check_matrix_options
 
     keywords: dict[str, Any] = {**options}

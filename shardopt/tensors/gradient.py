@@ -213,7 +213,12 @@ class GradientPart(Part):
 
     def _take(self, values: Tensor, call: str) -> None:
         if (values.size(), values.dtype, values.device) != (self.size(), self.dtype, self.device):
-            raise _unwritable(f"{call} of another shape, dtype or device")
+            raise StateError(
+                "move and cast the model before its first forward, or after optimizer.close(); and assign gradients of "
+                f"the param's own shape, dtype and device: {call} of another one ({values.dtype} of shape "
+                f"{tuple(values.shape)} on {values.device}) came to a gradient that is sharded over ranks "
+                f"({self.dtype} of shape {tuple(self.shape)} on {self.device})."
+            )
         with torch.no_grad():
             self.copy_(values)
 

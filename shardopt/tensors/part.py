@@ -333,7 +333,8 @@ def _of_whole(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 def refusal(function: Any) -> StateError:
     """Returns the error for a function that a part cannot answer."""
     return StateError(
-        "call part.full_tensor() on every rank, or read part.local, this rank's slice: "
-        f"{function} was called on a part, a tensor of which this rank holds a slice only, and the result would "
+        "call part.full_tensor() on every rank, or read part.local, this rank's slice; params are read and written in "
+        "`with optimizer.unsharded():`. "
+        f"Here {function} was called on a part, a tensor of which this rank holds a slice only, and the result would "
         "silently lack the rest."
     )

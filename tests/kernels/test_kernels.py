@@ -181,6 +181,12 @@ def test_every_rule_in_the_formats_it_is_given(case: Case, is_averaged: bool) ->
         check(shape, of, group, BF16 if kept.master else BF16_RANDOM, BF16, kept.master, states)
 
 
+def test_a_rule_that_only_encodes_at_last() -> None:
+    """Lion's param follows from the old average: the loop that stores codes has nothing else to do."""
+    case = next(each for each in CASES if each.name == "Lion")
+    check(dataclasses.replace(NASTY, seed=6), case.rule, group_of(case, case.keywords[-1]), states=(SIGNED8,))
+
+
 MEMBERS = st.builds(
     Member,
     numel=st.sampled_from([0, 1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]) | st.integers(0, 5 * BLOCK),

@@ -141,6 +141,15 @@ def test_what_is_written_behind_a_step_is_not_overwritten_by_it() -> None:
     assert home.read("exp_avg", 0, 1024).eq(2.0).all()
 
 
+def test_what_is_written_behind_a_copy_to_the_host_is_not_overwritten_by_it() -> None:
+    store = HostStore(Pages(on_cpu, None), CHUNK, AsLateAsAllowed(), torch.device("cpu"))  # type: ignore[arg-type]
+    home = store.home(1024, torch.float32, torch.device("cpu"))
+    home.ensure({"exp_avg": Plane(torch.float32)})
+    store.copy_in(torch.ones(1024), home.streams["exp_avg"])
+    home.write("exp_avg", 0, torch.full((512,), 2.0))
+    assert home.read("exp_avg", 0, 1024).tolist() == [2.0] * 512 + [1.0] * 512
+
+
 # -- the first chunks of a step are loaded when the step before it ends ------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from shardopt import (
     ShardedSGD,
     ShardoptError,
     Tuning,
+    save_checkpoint,
 )
 from tests.support.absence import LATER, SOON
 from tests.support.cases import fill_gradients
@@ -153,3 +154,39 @@ def test_a_rank_that_never_comes(ranks: Pool, tmp_path: Path) -> None:
     """The other one says what it waited for, behind the deadline that the optimizer was given."""
     found = ranks.run(never_comes, tmp_path, world=2, timeout=LATER)[0]
     assert "agreeing on the step" in found and "rank 0 of 2" in found, found
+
+
+def says_what_to_do() -> None:
+    """What a new user does wrong: the error begins with the call to make next."""
+    net = Net()
+    for options, kind, words in (
+        ({"process_group": "gloo"}, TypeError, "pass what dist.new_group() or init_device_mesh() returned"),
+        ({"tuning": {"timeout": 3}}, TypeError, "write tuning=shardopt.Tuning(**given)"),
+        ({"reduce_dtype": "bf16"}, ValueError, "write reduce_dtype=torch.bfloat16"),
+    ):
+        with raises(kind, words):
+            ShardedAdamW(net, **options)
+    with raises(TypeError, "pass the model, or model.parameters()", "found the class Net"):
+        ShardedAdamW(Net)  # type: ignore[arg-type]
+    plain = torch.optim.AdamW(net.parameters())
+    for arguments, words in (
+        ((net, plain), "found torch.optim.adamw.AdamW"),
+        ((plain, net), "give the arguments in the order directory, module, optimizer"),
+    ):
+        with raises(TypeError, words):
+            save_checkpoint("nowhere", *arguments)
+    for stage in (1, 2, 3):
+        net = Net()
+        opt = ShardedAdamW(net, stage=stage, tuning=Tuning(keep_below=1))
+        net(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        other = ShardedAdamW(net.parameters())
+        with raises(BindingError, "give a param to one optimizer, or close() the other one first"):
+            other.step()
+        opt.step()
+        with raises(ShardoptError, "move and cast the model before"):
+            net.double()
+        opt.close()
+
+
+def test_errors_say_what_to_do(ranks: Pool) -> None:
+    ranks.run(says_what_to_do, world=2)
