@@ -144,7 +144,8 @@ class Rounds:
     def attach(self, domain: Domain, entries: Sequence[ParamRecord]) -> None:
         """Takes the gradients of params that were just bound, from now on."""
         next(each for each in self.parts if each.domain is domain).attach(entries, self, self.syncing)
-        self.bound = [each for each in self.parts if each.entries]
+        # With no param too, as where only experts train: the main domain opens and ends the rounds of all.
+        self.bound = [each for each in self.parts if each.domain.reducer is not None]
         if domain is self.main.domain:
             self.turn.reducer = domain.reducer
         for entry in entries:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, setitem
@@ -393,10 +394,19 @@ def _at_once(
             return
         if plain:
             function(plain, *operand)
-        if slices:
-            change(slices, *(_number(each, slices) for each in operand))
+        numbers = [_number(each, slices) for each in operand] if slices else []
+        for some in _in_turns(slices):
+            change(some, *numbers)
 
     return answer
+
+
+def _in_turns(slices: list[GradientSlice]) -> list[list[GradientSlice]]:
+    """Returns lists in which each slice stands once: torch changes a gradient twice that is given twice."""
+    distinct = list(dict.fromkeys(slices))
+    if len(distinct) == len(slices):  # nearly always
+        return [slices] if slices else []
+    return [distinct, *_in_turns(list((Counter(slices) - Counter(distinct)).elements()))]
 
 
 def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -416,8 +426,9 @@ def _unscale(function: Any, tensors: list[Tensor], found_inf: Tensor, inverse: T
     is_spoilt = any(nonfinite) or any(each.is_spoilt_elsewhere for each in slices)
     if is_spoilt or not all(each.isfinite().all() for each in alone):
         found_inf.fill_(1.0)
-    if slices:
-        multiply(slices, inverse.item())  # once for all parts: on a GPU, each item() waits for the device
+    number = inverse.item() if slices else 1.0  # once for all parts: on a GPU, each item() waits for the device
+    for some in _in_turns(slices):
+        multiply(some, number)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -441,12 +441,10 @@ def _by_table(slices: Sequence[GradientSlice]) -> list[tuple[NormTable, Any, Seq
 def _totals(slices: Sequence[GradientSlice]) -> list[Tensor]:
     """Returns the memory of these slices: one tensor for all those of a bucket, and what is between them.
 
-    On a CPU, the operation on each of many tensors would take the time, not the elements.
+    On a CPU, the operation on each of many tensors would take the time, not the elements. No slice is given twice.
     """
     counts = Counter(map(_HOME, slices))
     whole = {home for home, count in counts.items() if home is not None and count == home.count}
-    if len(set(slices)) < len(slices):  # one is given twice, and changed twice
-        whole = set()
     found = [home.total for home in whole]
     return found if len(whole) == len(counts) else found + [each.total for each in slices if each.home not in whole]
 

@@ -222,13 +222,10 @@ def test_a_bucket_is_clipped_at_once() -> None:
     world = World(2)
     for each in (world.whole, *world.ranks):
         every = grads(each)
+        torch._foreach_mul_([*every[1:], every[1]], 0.25)  # sums yet; as many as there are, one of them twice
         torch._foreach_mul_(every, 0.75)
         torch._foreach_mul_(every[1:], 0.5)
-        torch._foreach_mul_([*every[1:], every[1]], 0.25)  # as many as there are, one of them twice
-        torch._foreach_neg_(every)
-    for slices in world.slices:
-        for gradient_slice in slices:
-            gradient_slice.norms = None
+        torch._foreach_neg_([*every, every[2], every[2]])
     world.check()
 
 
