@@ -9,7 +9,7 @@ class History:
     """A step count, and what the rule carries to the next step; shared by params that took the same updates.
 
     A step evaluates scalars once for all params of a history, and counts once for all of them. Params part when one of
-    them is updated without the others: the planner then gives those that are updated a history of their own.
+    them is updated without the others: the step's plan then gives those that are updated a history of their own.
 
     Attributes:
         step: updates so far. It is an int: a float counter stops counting (bf16 at 256, fp32 at 2**24).

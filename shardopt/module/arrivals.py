@@ -207,9 +207,10 @@ Hook = Callable[[torch.Tensor], None]
 def _registered(param: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
     """Registers the hook of a param, which may be frozen now and train later: torch refuses only to register it."""
     trains = param.requires_grad
-    handle = param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-    param.requires_grad_(trains)
-    return handle
+    try:
+        return param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        param.requires_grad_(trains)
 
 
 def _hook(arrivals: Arrivals, is_in_order: bool, rests: bool) -> Hook:

@@ -398,8 +398,14 @@ class Forward:
         self._end_backward_of(call)
 
     def _end_backward_of(self, call: ModuleCall) -> None:
-        for unit in self._open.pop(call, ()):  # end_backward() may have come before
+        if call not in self._open:
+            return  # end_backward() has come before
+        units = self._open[call]
+        while units:  # taken out first: what an interrupt leaves is for end_backward(), and no use ends twice
+            unit = units[0]
+            del units[0]
             self._gatherer.done(unit)
+        del self._open[call]
 
     @holding("backward()")
     def end_backward(self, completed: bool) -> None:

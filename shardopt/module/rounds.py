@@ -107,7 +107,7 @@ class Rounds:
     Attributes:
         main: the gradients of the main domain.
         parts: those of all domains in the order in which rounds end, the same on all ranks: the main one is the last.
-        bound: those of ``parts`` whose domain holds params.
+        bound: those of ``parts`` that hold params, and the main one once any does.
         release: what uses sums within backward; None: ``param.grad`` shows them.
         syncing: whether the backward that runs is a round.
         is_in_forward: True from the beginning of a forward that a backward can follow to its end; one that raises has
@@ -144,8 +144,10 @@ class Rounds:
     def attach(self, domain: Domain, entries: Sequence[ParamRecord]) -> None:
         """Takes the gradients of params that were just bound, from now on."""
         next(each for each in self.parts if each.domain is domain).attach(entries, self, self.syncing)
-        # With no param too, as where only experts train: the main domain opens and ends the rounds of all.
-        self.bound = [each for each in self.parts if each.domain.reducer is not None]
+        # The main domain opens and ends the rounds of all, also where only experts train. Where nothing trains, a
+        # backward opens none: ranks may run it alone. Tests: test_experts_train_alone, test_one_rank_runs_a_frozen_module.
+        leads = self.main.domain.reducer is not None and any(each.entries for each in self.parts)
+        self.bound = [each for each in self.parts if each.entries or (leads and each is self.main)]
         if domain is self.main.domain:
             self.turn.reducer = domain.reducer
         for entry in entries:

@@ -366,10 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer, JoinableOptimizer):
 
     def _scaling(self) -> tuple[float, bool]:
         """Returns the loss scale that a GradScaler handed over, and whether it found an Inf or NaN."""
-        given = self.__dict__
-        if "grad_scale" not in given and "found_inf" not in given:
-            return 1.0, False
-        scale, found = given.get("grad_scale"), given.get("found_inf")
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return 1.0 if scale is None else float(scale), found is not None and bool(found)
 
     def refresh_masters(self) -> None:

@@ -105,28 +105,34 @@ class Apart:
 
     # -- the rank that asks ----------------------------------------------------------------------------------------
 
-    def inquire(self, gather: AskingGather) -> None:
-        """Asks the ranks that this one waits for. If they run apart, they complete its gathers."""
-        with suppress(OSError, EOFError, ValueError, KeyError):  # a rank that is gone is noticed by who waits for it
-            self._inquire(gather)
+    def inquire(self, gather: AskingGather) -> bool:
+        """Asks the ranks that this one waits for. If they run apart, they complete its gathers.
 
-    def _inquire(self, gather: AskingGather) -> None:
+        Returns:
+            False: they do not complete it for this optimizer.
+        """
+        with suppress(OSError, EOFError, ValueError, KeyError):  # a rank that is gone is noticed by who waits for it
+            return self._inquire(gather)
+        return False
+
+    def _inquire(self, gather: AskingGather) -> bool:
         waiting: dict[int, Wait] = {}
         for rank in gather.peers:
             has_begun, wait = self._ask(rank, {"where": self._facts([gather], rank)})
             if has_begun:
                 continue
             if wait is None or self._has_begun(Wait(*wait), rank):
-                return  # it may come yet
+                return True  # it may come yet
             waiting[rank] = Wait(*wait)
         if not waiting:
-            return
+            return True
         under_way = [each for each in book_of(self._group).asking.values() if each.trains == gather.trains]
         for each in under_way if not gather.trains else ():  # first: what completes them is not their values
             each.verdict = self._verdict(gather, waiting)
-        if not any([self._may_complete(under_way, rank, wait) for rank, wait in waiting.items()]):
-            for each in under_way:
-                each.verdict = None
+        do_complete = any([self._may_complete(under_way, rank, wait) for rank, wait in waiting.items()])
+        for each in under_way if not do_complete else ():
+            each.verdict = None
+        return do_complete
 
     def _may_complete(self, gathers: Sequence[AskingGather], rank: int, wait: Wait) -> bool:
         """Asks a rank to complete gathers. Returns False only if it says that it does not: else zeros may come."""

@@ -161,7 +161,7 @@ class LaunchForm:
 
     Attributes:
         whole: the variant of the rule, all passes of it.
-        members: the updates of the step that was planned, by row.
+        members: the updates of the step that was planned, by row; empty unless its gradients lie where they always do.
         reads_sums: True if the gradients are all of the shard's, in the memory of the reducer's sums: the updates of
             all steps are the same.
         alike: numbers of alike params, and the rows that have each one's scalars.

@@ -79,7 +79,9 @@ def bytes_of(
                     add("gradient", "device", count * bucket.layout.over(slices).numel * _RESIDUAL)
         if way.has_module:
             slots = _slots(buckets, reduced, ranks) if way.sums_rest else 0
-            add("buffer", "device", _under_way(buckets, reduced, ranks, coded, way) + slots)
+            # By host, ranks of a host read each other's buffers, and encode the sums.
+            under_way = _under_way(buckets, reduced, ranks, None if tuning.by_host else coded, way)
+            add("buffer", "device", under_way + slots)
             layouts = [bucket.layout for bucket, _ in buckets]
             resting = max(sum(each.numels[index] for index in each.resting) for each in layouts)
             kinds["arriving"]["device"] = max(kinds["arriving"].get("device", 0), resting * way.dtype.itemsize)

@@ -46,14 +46,11 @@ _REASONS = {
         ("_finish_all", "each.finish()"): "no scenario ends or forks its process",
     },
     "module.overlap_hooks": {
-        ("OverlapHooks.pre_forward", "self._gather.wait_for(self._needs.get(self._root, ()))"): _GUARDED,
-        ("OverlapHooks.pre_forward", "self._gather.finish()"): "no scenario evaluates",
         ("OverlapHooks._post_forward", "self._gather.finish()"): "the forward of all scenarios reads every param",
         ("OverlapHooks._pre_module", "self._gather.wait_for(self._needs.get(module, ()))"): _GUARDED,
         ("OverlapHooks._pre_module", "self._gather.finish()"): "no scenario calls a block by itself",
     },
     "partition.comm.group": {
-        ("Ranks.wait", "work.wait(deadline)"): "no scenario sets a timeout",
         ("Ranks.begin_exchange", "self.wait(pending)"): "rows lie in host memory: no stream carries them",
     },
     "offload.ring": {

@@ -93,9 +93,14 @@ def uses_new_units(folder: str | None, options: dict[str, Any], tuning: dict[str
         found = small(neighbours=False, live_bytes=None, timeout=120, **tuning)
         group = dist.new_group()
         opt = ShardedSGD(model, **RATES, stage=3, process_group=group, tuning=found, offload=folder, **options)
+        opt.bind()
+        # One that comes later answers for its own units alone.
+        other = ShardedSGD(Drops(), **RATES, stage=3, process_group=group, tuning=found)
+        other.bind()
         with patch.object(UnitOrders, "adopt", adopt):
             results.append(trained(model, opt, ways))
         opt.close()
+        other.close()
     assert results[0] == results[1]
 
 
@@ -209,3 +214,21 @@ def test_a_gather_that_a_rank_never_joins(ranks: Pool) -> None:
     """The deadline is the user's, or else the gatherer's own, which is far shorter here than the process group's."""
     for timeout in (SOON, None):
         ranks.run(one_rank_alone, timeout, world=2)
+
+
+def runs_frozen_module_alone() -> None:
+    torch.manual_seed(0)
+    model = Drops().requires_grad_(False)
+    opt = ShardedSGD(model, **RATES, stage=3, tuning=small(neighbours=True, live_bytes=None, timeout=20))
+    for turn in range(3):
+        if turn == 0 or dist.get_rank() == 0:
+            x = torch.ones(2, W, requires_grad=True)
+            model(x, (0, 1)).sum().backward()
+            assert x.grad is not None and x.grad.any()
+    dist.barrier()
+    opt.close()
+
+
+def test_one_rank_runs_a_frozen_module(ranks: Pool) -> None:
+    """A reference model, of which gradients go through to its input: no backward of it is a round."""
+    ranks.run(runs_frozen_module_alone, world=2)

@@ -345,7 +345,7 @@ def test_ranks_that_differ(ranks: Pool) -> None:
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "cumsum_": lambda g: g.cumsum_(0),
-    "another shape": lambda g: setattr(g, "data", NOISE[:3]),
+    "the param's own shape": lambda g: setattr(g, "data", NOISE[:3]),
     "set_() of a storage": lambda g: g.set_(NOISE.untyped_storage()),
     "t_": lambda g: g.t_(),
     "resize_": lambda g: g.resize_(3),

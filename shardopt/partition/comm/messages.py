@@ -55,13 +55,20 @@ class AskingGather:
     def look(self) -> None:
         """Asks the other ranks where they are, by a thread, if this rank has waited for a while."""
         now, is_looking = time.monotonic(), self._looking is not None and self._looking.is_alive()
-        inquirers = self._book.inquirers[-1:]  # at once: another thread may close the optimizer
+        # The newest can tell where ranks are; whose unit is gathered here, only its own optimizer knows. Test:
+        # test_a_unit_that_is_new_to_the_schedule_is_used_by_some_ranks in tests/partition/test_ranks_apart.py.
+        inquirers = self._book.inquirers[::-1]  # a copy: another thread may close an optimizer
         if now < self._looks_at or is_looking or not inquirers:
             return
         self._pause = min(2 * self._pause, _LAST_PAUSE)
         self._looks_at = now + self._pause
-        self._looking = threading.Thread(target=inquirers[0], args=(self,), name="shardopt-apart", daemon=True)
+        self._looking = threading.Thread(target=self._ask, args=(inquirers,), name="shardopt-apart", daemon=True)
         self._looking.start()
+
+    def _ask(self, inquirers: Sequence[Callable[[AskingGather], bool]]) -> None:
+        for inquire in inquirers if self.trains else inquirers[:1]:
+            if inquire(self):
+                break
 
     def forget(self) -> None:
         """Is called once it has been waited for."""
@@ -75,14 +82,14 @@ class Book:
         counts: of messages to all ranks, by tag.
         completed: by tag and rank: of gathers of that rank that this one completed, and did not run.
         asking: by tag: gathers that are under way, and that other ranks may not run.
-        inquirers: ask the other ranks about one of these; the newest one counts.
+        inquirers: of each optimizer, the newest one last: asks the other ranks about one of these. False: another may know.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
         self.counts, self.completed = Counter[int](), Counter[tuple[int, int]]()
         self.asking: dict[int, AskingGather] = {}
-        self.inquirers: list[Callable[[AskingGather], None]] = []
+        self.inquirers: list[Callable[[AskingGather], bool]] = []
         self.messages = 0  # sent and received
 
     @property

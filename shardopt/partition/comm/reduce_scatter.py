@@ -104,7 +104,7 @@ class CodedReduction(Reduction):
     """A reduction whose slices are encoded before they travel, and decoded before they are summed.
 
     A rank's own slice is encoded as well: ranks that each sum the whole bucket then have the same sums. The buffer is
-    free once its messages are made, which take a quarter of its memory or less.
+    free once its messages are made.
     """
 
     code: Code
@@ -169,7 +169,7 @@ class ReduceScatter(Protocol):
         """Like ``progress``, but waits until at most ``limit`` reductions are under way, for ``patience`` seconds at
         most.
 
-        :class:`P2PReduceScatter` does not give up: what it waits for has been asked for, and comes.
+        :class:`P2PReduceScatter` does not give up: what it waits for has been asked for, and each wait has a deadline.
         """
 
     def finish(self) -> list[Reduction]:
