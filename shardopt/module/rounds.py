@@ -145,7 +145,8 @@ class Rounds:
         """Takes the gradients of params that were just bound, from now on."""
         next(each for each in self.parts if each.domain is domain).attach(entries, self, self.syncing)
         # The main domain opens and ends the rounds of all, also where only experts train. Where nothing trains, a
-        # backward opens none: ranks may run it alone. Tests: test_experts_train_alone, test_one_rank_runs_a_frozen_module.
+        # backward opens none: ranks may run it alone. Tests: test_experts_train_alone and
+        # test_one_rank_runs_a_frozen_module.
         leads = self.main.domain.reducer is not None and any(each.entries for each in self.parts)
         self.bound = [each for each in self.parts if each.entries or (leads and each is self.main)]
         if domain is self.main.domain:

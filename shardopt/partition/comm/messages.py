@@ -82,7 +82,8 @@ class Book:
         counts: of messages to all ranks, by tag.
         completed: by tag and rank: of gathers of that rank that this one completed, and did not run.
         asking: by tag: gathers that are under way, and that other ranks may not run.
-        inquirers: of each optimizer, the newest one last: asks the other ranks about one of these. False: another may know.
+        inquirers: of each optimizer, the newest one last: asks the other ranks about one of these. It returns False if
+            another one may know.
     """
 
     def __init__(self, group: dist.ProcessGroup):
