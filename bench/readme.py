@@ -23,6 +23,7 @@ from shardopt.tools.ways import Way
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 CPU, GPU = "amd-epyc-2-cores", "nvidia-h100-80gb-hbm3"
+XEON = "intel-r-xeon-r-processor-2-cores"  # of the newest host times
 
 
 def newest(name: str, device: str = CPU) -> dict[str, Any]:
@@ -94,8 +95,8 @@ def offload_table(results: dict[str, Any]) -> list[str]:
 
 def host_table() -> list[str]:
     """Host time of a step beside DDP's, of the smaller and the larger model, on one rank and on two."""
-    one, two = (newest(f"host-{ranks}-ranks")["results"] for ranks in (1, 2))
-    few, many = newest("host-1-ranks")["settings"]["blocks"]
+    one, two = (newest(f"host-{ranks}-ranks", XEON)["results"] for ranks in (1, 2))
+    few, many = newest("host-1-ranks", XEON)["settings"]["blocks"]
     lines = [
         f"| engine, host time x DDP's | 1 rank, {few} blocks | {many} blocks "
         f"| 2 gloo ranks, {few} blocks | {many} blocks |",
@@ -212,7 +213,8 @@ def numbers() -> str:
             f"blocks training for {interval(checkpoint['blocking part of a copy'])} of one copy in memory.",
             "",
             "**Host time** of a training step with clipping, of a GPT whose arithmetic is negligible: processor time "
-            "of the main thread, what a GPU that is fast enough waits for:",
+            "of the main thread, what a GPU that is fast enough waits for, measured on an "
+            f"{newest('host-1-ranks', XEON)['machine']['device']}:",
             "",
             *host_table(),
             "",
