@@ -118,8 +118,8 @@ class NormTable:
 
     def _rounded(self, numbers: Array) -> Array:
         """Rounds float64 to the nearest fp32 values, and those as the slices are; too large ones to infinity."""
-        fp32 = torch.from_numpy(numbers).float()  # in torch: NumPy warns of an overflow
-        return fp32.to(self._dtype).double().numpy()
+        # In torch, as NumPy warns of an overflow and has no bf16; torch rounds float64 to bf16 by way of fp32.
+        return torch.from_numpy(numbers.astype(np.float64)).to(self._dtype).double().numpy()
 
     def _set(self, rows: Sequence[int], two: Array, largest: Array) -> None:
         is_known = largest < np.inf  # else the number of elements that are infinite now is unknown
