@@ -345,13 +345,8 @@ class Options:
                 f"give stage=1, 2 or 3, or omit gather_dtype={self.gather_dtype!r}: at stage 0 every rank updates all "
                 "params, so none are gathered and it would have no effect."
             )
-        if self.tuning.overlap_gather and self.stage in (0, 3):
-            why = "are gathered in forward and backward, ahead of their use (Tuning(prefetch=...))"
-            raise ValueError(
-                f"give stage=1 or 2, or omit Tuning(overlap_gather=True): at stage {self.stage} params "
-                f"{why if self.stage else 'are updated by every rank'}, not at the end of a step, so it would have no "
-                "effect."
-            )
+        if self.tuning.overlap_gather:
+            self._check_overlap()
         self._check_offload()
         if self.clip_by == "previous" and self.max_grad_norm is None:
             raise ValueError(
@@ -359,6 +354,24 @@ class Options:
             )
         if self.release_gradients:
             self._check_release()
+
+    def _check_overlap(self) -> None:
+        omit, end = "omit Tuning(overlap_gather=True)", "so it would have no effect."
+        if self.stage in (0, 3):
+            why = "are gathered in forward and backward, ahead of their use (Tuning(prefetch=...))"
+            raise ValueError(
+                f"give stage=1 or 2, or {omit}: at stage {self.stage} params "
+                f"{why if self.stage else 'are updated by every rank'}, not at the end of a step, {end}"
+            )
+        if self.module is None:
+            raise ValueError(
+                f"hand the module over, or {omit}: params arrive while its next forward runs, and without it every "
+                f"step waits for them, {end}"
+            )
+        if self.release_gradients:
+            raise ValueError(
+                f"{omit}, or release_gradients: with released gradients each bucket is gathered in backward, {end}"
+            )
 
     def _check_precision(self) -> None:
         besides = {"cast_inputs": True, "output_dtype": None, "keep_fp32": (), "cast_buffers": ()}

@@ -354,9 +354,7 @@ class Domain:
     @property
     def overlaps_gather(self) -> bool:
         """True if a step may return before its gather has ended; the same on all ranks."""
-        options = self.options
-        is_asked = options.tuning.overlap_gather and options.module is not None and not options.release_gradients
-        return is_asked and self.sharded is None and self.transport.overlaps
+        return self.options.tuning.overlap_gather and self.sharded is None and self.transport.overlaps
 
     @property
     def codes_updates(self) -> bool:

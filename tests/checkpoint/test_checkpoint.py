@@ -167,6 +167,41 @@ def test_gradients_that_were_loaded_are_saved_again(tmp_path: Path) -> None:
     assert torch.equal(models[2].weight, models[0].weight - 0.5)
 
 
+def rolled_back(root: Path) -> None:
+    """A gradient that a step has used is gone with a checkpoint, and stays with a state dict, as in torch.
+
+    What is absent is no zero: a param that the next backward does not reach is skipped, and has no decay.
+    """
+    for stage in STAGES:
+        found = []
+        for is_new in (False, True):
+            torch.manual_seed(1)
+            model = nn.ModuleList((nn.Linear(40, 30), nn.Linear(40, 30)))
+            optimizer = shardopt.ShardedSGD(model, lr=0.5, momentum=0.5, weight_decay=0.1, stage=stage)
+            optimizer.bind()
+            if not is_new:
+                sum(each(torch.ones(1, 40)).sum() for each in model).backward()
+                optimizer.step()
+                shardopt.save_checkpoint(root / str(stage), model, optimizer)
+                optimizer.load_state_dict(optimizer.state_dict())
+                assert all(param.grad is not None for param in model.parameters())
+                optimizer.step()
+            shardopt.load_checkpoint(root / str(stage), model, optimizer)
+            assert all(param.grad is None for param in model.parameters())
+            optimizer.zero_grad(set_to_none=False)
+            model[0](torch.ones(1, 40)).sum().backward()
+            optimizer.step()
+            with optimizer.unsharded():
+                found.append([param.detach().numpy().tobytes() for param in model.parameters()])
+            optimizer.close()
+        assert found[0] == found[1], f"stage {stage}"
+
+
+def test_a_load_goes_on_as_one_in_a_new_process(ranks: Pool, tmp_path: Path) -> None:
+    for world in (1, 2):
+        ranks.run(rolled_back, tmp_path / str(world), world=world)
+
+
 def whole_accumulation() -> dict[str, str]:
     model, optimizer = build(0)
     train(model, optimizer, range(2))

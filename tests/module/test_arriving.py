@@ -626,3 +626,8 @@ def test_it_is_refused_where_no_step_gathers_params() -> None:
     for stage in (0, 3):
         with pytest.raises(ValueError, match=r"omit Tuning\(overlap_gather=True\): at stage .* no effect"):
             ShardedSGD(nn.Linear(2, 2), lr=0.1, stage=stage, tuning=Tuning(overlap_gather=True))
+    late = Tuning(overlap_gather=True)
+    with pytest.raises(ValueError, match=r"hand the module over, or omit .* no effect"):
+        ShardedSGD(nn.Linear(2, 2).parameters(), lr=0.1, tuning=late)
+    with pytest.raises(ValueError, match=r"or release_gradients: .* no effect"):
+        ShardedSGD(nn.Linear(2, 2), lr=0.1, release_gradients=True, tuning=late)

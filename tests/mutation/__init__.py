@@ -4,7 +4,7 @@
 
     python -m tests.mutation.record                   # runs the default suite under coverage.py: which test runs a line
     python -m tests.mutation.record --add tests/optim # runs some tests again, and adds what they run
-    python -m tests.mutation.report --write           # the table by folder and file, into results/
+    python -m tests.mutation.report                   # the table by folder and file
     python -m tests.mutation.run --seed 1 --count 120 # 120 mutants, each under the tests that run its line
     python -m tests.mutation.run --seed 1 --survivors # the survivors once more, after new tests were added
     python -m tests.mutation.run --seed 1 --survivors --tests-from PATH --tests tests/test_x.py   # another checkout's

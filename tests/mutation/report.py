@@ -13,7 +13,6 @@ from coverage import Coverage
 from tests.mutation.covering import DATA, FOLDER, MAP, digest_of
 from tests.support.paths import ROOT
 
-RESULTS = Path(__file__).parent / "results"
 LIMIT = 90.0  # percent of lines and branches together, as coverage.py counts them
 
 # What is written as Python, and runs as machine code that no tracer sees: rules, and kernels that Numba compiles.
@@ -70,8 +69,7 @@ def as_text(told: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.report", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="the tables into results/")
-    writes = parser.parse_args().write
+    parser.parse_args()
     recorded = json.loads(MAP.read_text())
     changed = [file for file, digest in recorded["digests"].items() if digest_of(file) != digest]
     if changed:
@@ -86,10 +84,6 @@ def main() -> int:
         "below": {file: REASONS.get(file, "no reason is given") for file in low},
     }
     print(as_text(told))
-    if writes:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "coverage.json").write_text(json.dumps(told, indent=1) + "\n")
-        (RESULTS / "coverage.md").write_text(as_text(told))
     missing, needless = sorted(set(low) - set(REASONS)), sorted(set(REASONS) - set(low))
     if missing:
         print(f"No reason in {Path(__file__).name}: {', '.join(missing)}", file=sys.stderr)

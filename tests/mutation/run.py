@@ -14,10 +14,10 @@ from typing import Any
 
 from tests.mutation.covering import Covering, digest_of, package_files
 from tests.mutation.mutants import Mutant, draw, mutants_of
-from tests.mutation.report import RESULTS
 from tests.mutation.scratch import Scratch
 from tests.support.paths import ROOT
 
+RESULTS = Path(__file__).parent / "results"
 ParamRecord = dict[str, Any]  # of the results' file: a mutant's fields, and what became of it
 KILLED, SURVIVED, NOT_COVERED, UNCLEAR, GONE = "killed", "survived", "not covered", "unclear", "gone"
 # Seconds that a run of tests may take beside three times what its tests took: a fixture that several tests share, a

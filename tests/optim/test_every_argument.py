@@ -236,7 +236,12 @@ def general(given: dict[str, Any], _: Path) -> None:
 
 
 def tuned(given: dict[str, Any], _: Path) -> None:
-    trains(shardopt.ShardedSGD, {"tuning": Tuning(**given)})
+    """With the module: some say how it is trained, and nothing else."""
+    module = nn.Linear(4, 2)
+    opt = shardopt.ShardedSGD(module, tuning=Tuning(**given))
+    module(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    opt.close()
 
 
 def offloaded(given: dict[str, Any], folder: Path) -> None:
