@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CommunicationError, StateError
+from ..partition.comm.roll_call import end_what_was_told
 from .apart import Apart
 from .ended_peers import EndedPeers, facts_of
 from .serve import (
@@ -316,6 +317,7 @@ def _linger() -> None:
     end = time.monotonic() + LINGER
     for peers in several if not has_failed else ():
         peers.linger(end)
+    end_what_was_told()
 
 
 # A forked child (a DataLoader worker) must not wait at its end for the peers of its parent.

@@ -23,11 +23,13 @@ from shardopt import CommunicationError, ShardedAdamW
 from shardopt.kernels import native_backend
 from shardopt.module.arrivals import Arrivals
 from shardopt.partition.comm.group import Ranks
+from shardopt.partition.comm.roll_call import RankStatus, RollCall
 from tests.support.beside_a_device import beside_a_device, for_gpus
 from tests.support.comparing import snapshot
 from tests.support.modules import W, data, small
 from tests.support.moments import Moments
 from tests.support.ranks import Pool
+from tests.support.scripts import Program
 
 SPOILT = "a gradient that cannot be computed"
 ODD = 1  # the rank that leaves
@@ -223,6 +225,54 @@ def waits_no_longer(folder: str) -> None:
 
 def test_a_rank_that_says_nothing_is_given_up(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(waits_no_longer, str(tmp_path), world=2, doomed=[ODD])
+
+
+def names_who_is_gone(folder: str) -> None:
+    """Rank 0 hears of the death before rank 2 has come: it waits for two, and one is gone."""
+    rank, moments, roll_call = dist.get_rank(), Moments(folder), RollCall(Ranks(dist.new_group(), None), "a test")
+    if rank == ODD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank > ODD:
+        moments.wait("rank 0 has heard")
+    roll_call.send(RankStatus.ISSUED)
+    error = outcome(roll_call.wait_for_all)
+    moments.say(f"rank {rank} has heard")
+    moments.wait("rank 0 has heard", "rank 2 has heard")  # its own end is no death that they may hear of
+    assert isinstance(error, CommunicationError) and f"a test (with rank {ODD}), on" in str(error), error
+
+
+def test_a_rank_that_dies_is_named_among_others(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(names_who_is_gone, str(tmp_path), world=3, doomed=[ODD])
+
+
+SCRIPT = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from shardopt import ShardedAdamW
+from shardopt.partition.comm.group import Ranks
+from shardopt.partition.comm.roll_call import RankStatus, RollCall
+from shardopt.remote import peers
+
+peers.SILENCE = peers.LINGER = 36000.0
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2] + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(hours=10))
+opt = ShardedAdamW([torch.nn.Parameter(torch.ones(8))], stage=1)
+if rank == 1:
+    RollCall(Ranks(None, None), "a test").send(RankStatus.LEFT)
+    sys.exit(3)
+dist.recv(torch.empty(1), 1)
+"""
+
+
+def test_the_process_of_a_rank_that_left_ends(tmp_path: Path) -> None:
+    """The others wait for it elsewhere, and do not come to the end of the round: what it told them does not hold it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    first, second = (Program(str(script), (str(rank), str(tmp_path))) for rank in range(2))
+    ended = [second.wait(), first.wait()]
+    assert [each.returncode for each in ended] == [3, 1], ended
+    assert "Connection closed by peer" in ended[1].stderr, ended[1].stderr
 
 
 def gives_up_its_device() -> None:

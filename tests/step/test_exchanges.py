@@ -1,5 +1,6 @@
 """Promise: a backward ends with one all-reduce, and a step begins with one exchange of at most 256 bytes; on one rank
-nothing is exchanged. What else ranks wait for is the gather of what was updated, which carries one number.
+nothing is exchanged. What else ranks wait for is the gather of what was updated, which carries one number. Over a
+backend's collectives (NCCL's) a round makes as many calls with many ranks as with two.
 """
 
 from collections.abc import Sequence
@@ -69,3 +70,24 @@ def test_exchanges_of_a_step(world: int, ranks: Pool) -> None:
         assert kind == "exchange" and FLAG < nbytes <= MOST, setting
         stage, _ = setting  # at stage 3 no rank reads what was updated before it needs it
         assert len(waits) <= (1 if stage == 3 else 2) and set(waits) <= {("exchange", FLAG)}, setting
+
+
+def calls_over_a_backend() -> dict[str, int]:
+    """Torch's calls in a third step, in which gloo's collectives are the device's."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    with patch.object(Ranks, "has_collectives", lambda ranks, _: ranks.size > 1):
+        opt = ShardedAdamW(model, lr=0.1, stage=2, tuning=Tuning(keep_below=0, neighbours=False))
+        for _ in range(3):
+            loss = model(torch.ones(2, 16)).sum()
+            with Calls() as calls:
+                loss.backward()
+                opt.step()
+            opt.zero_grad()
+        opt.close()
+    return dict(calls.found)
+
+
+def test_calls_do_not_grow_with_the_ranks(ranks: Pool) -> None:
+    two, three = (ranks.run(calls_over_a_backend, world=world)[0] for world in (2, 3))
+    assert two == three and "send" not in two and "recv_" not in two, (two, three)
+    assert two["alltoall_base_"] == 1, two  # the roll call

@@ -6,13 +6,14 @@ Tensors of a GPU travel by the backend of the group, and what lies in host memor
 import itertools
 import json
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from ...errors import CommunicationError, DisagreementError
 from ...gpu_stream import current_stream
 from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
-from .messages import AskingGather, book_of, waiting
-from .patience import await_news_of_readers, is_read_alone, wait_for_collective, wait_for_message
+from .messages import WAITS, AskingGather, book_of
+from .patience import NEVER_SENT, await_news_of_readers, is_read_alone, wait_for_collective, wait_for_message
 
 # Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
 # before memory is allocated for it.
@@ -37,9 +38,10 @@ _MARKS = ".! \n"
 # that NCCL's proxy thread or another rank needs.
 _PAUSE = 50e-6
 
-# Groups in which an exchange did not finish, with its phase. A backend may match the messages of that exchange with
-# later ones.
-_BROKEN: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+_CPU = torch.device("cpu")
+
+# By group: the phases of exchanges that did not finish. A backend may match the messages of one with later ones.
+_BROKEN: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]" = weakref.WeakKeyDictionary()
 
 
 class Pending(NamedTuple):
@@ -73,13 +75,20 @@ class Ranks:
         self.size = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
         self._deadline = deadline
+        self._broken: list[str] = [] if group is None else _BROKEN.setdefault(group, [])
 
     @staticmethod
     def alone() -> "Ranks":
         """Returns a group of this rank alone, whatever process groups there are."""
         ranks = Ranks.__new__(Ranks)
-        ranks.group, ranks.size, ranks.rank, ranks._deadline = None, 1, 0, None
+        ranks.group, ranks.size, ranks.rank, ranks._deadline, ranks._broken = None, 1, 0, None, []
         return ranks
+
+    @cached_property
+    def host(self) -> dist.ProcessGroup:
+        """The group that carries host memory, see :func:`.host_group.host_group`."""
+        assert self.group is not None
+        return host_group(self.group)
 
     def carries(self, device: torch.device) -> bool:
         """True if the group moves tensors of this device. gloo's backend for CUDA does not count: it is slow."""
@@ -112,16 +121,19 @@ class Ranks:
 
     def _route(self, device: torch.device) -> tuple[dist.ProcessGroup, torch.device]:
         """Returns the group that carries tensors of this device, and the device that they must be on."""
-        assert self.group is not None
         if device.type != "cpu" and self.carries(device):
+            assert self.group is not None
             return self.group, device
-        return host_group(self.group), torch.device("cpu")
+        return self.host, _CPU
 
-    def wait(self, pending: Pending, limit: timedelta | None = None) -> None:
+    def wait(
+        self, pending: Pending, limit: timedelta | None = None, absent: Callable[[], Sequence[int]] = tuple
+    ) -> None:
         """Waits until the collective is done.
 
         Args:
             limit: of this wait, where the user set no deadline and the process group's own is longer.
+            absent: returns the ranks that did not come, once the wait has failed.
 
         Raises:
             CommunicationError: a peer died or is late.
@@ -130,16 +142,24 @@ class Ranks:
         deadline = self._deadline
         if deadline is None and limit is not None and (limit.total_seconds() < self.seconds or pending.asking):
             deadline = min(limit, timedelta(seconds=self.seconds))
-        group = host_group(self.group) if self.group is not None and pending.is_on_host else self.group
-        with waiting(group, pending.tag, pending.phase, pending.asking):
+        group, thread, peer = self.host if pending.is_on_host else self.group, threading.get_ident(), None
+        self.check_usable(pending.phase)
+        try:
+            if group is not None:
+                WAITS[thread] = group, pending.tag, pending.phase
             for work, peer in itertools.zip_longest(pending.works, pending.peers):
-                with self.naming(pending.phase, peer):
-                    if deadline is None or group is None:
-                        work.wait()
-                    elif pending.is_on_host and peer is not None:
-                        wait_for_message(work, deadline, group, peer, pending.asking)
-                    else:
-                        wait_for_collective(work, deadline, group)
+                if deadline is None or group is None:
+                    work.wait()
+                elif pending.is_on_host and peer is not None:
+                    wait_for_message(work, deadline, group, peer, pending.asking)
+                else:
+                    wait_for_collective(work, deadline, group)
+        except RuntimeError as error:
+            raise self._named(error, pending.phase, *(absent() if peer is None else [peer])) from error
+        finally:
+            WAITS.pop(thread, None)
+            if pending.asking is not None:
+                pending.asking.forget()
         if pending.asking is not None and pending.asking.verdict is not None:
             raise DisagreementError(pending.asking.verdict)
 
@@ -154,7 +174,7 @@ class Ranks:
         """
         for work in pending.works:
             self.check_usable(pending.phase)
-            try:  # not ``naming``, which costs more than the wait: each gather and each reduction ends here
+            try:
                 work.wait()
             except RuntimeError as error:
                 raise self._named(error, pending.phase) from error
@@ -201,13 +221,16 @@ class Ranks:
                 )
             time.sleep(_PAUSE)
 
-    def _finish(
+    def begin(
         self, phase: str, collective: Callable[..., Any], tensor: Any, *arguments: Any, **keywords: Any
-    ) -> None:
-        """Runs a collective of a tensor, or of a list of tensors, over the group that carries it."""
-        with self.naming(phase):
+    ) -> Pending:
+        """Starts a collective of a tensor, or of a list of tensors, over the group that carries it."""
+        self.check_usable(phase)
+        try:
             group, _ = self._route((tensor[0] if isinstance(tensor, list) else tensor).device)
-            self.wait(Pending(phase, (collective(tensor, *arguments, **keywords, group=group, async_op=True),)))
+            return Pending(phase, (collective(tensor, *arguments, **keywords, group=group, async_op=True),))
+        except RuntimeError as error:
+            raise self._named(error, phase) from error
 
     def exchange(self, row: Sequence[int], phase: str) -> list[list[int]]:
         """Collective: returns every rank's row of int64, by rank. Rows have one length; empty rows are a barrier."""
@@ -217,16 +240,13 @@ class Ranks:
         """Collective: sends this rank's row like :meth:`exchange`. Returns the call that waits for the others'."""
         if self.size == 1:
             return lambda: [list(row)]
-        with self.naming(phase):
-            mine = torch.tensor([len(row), *row], dtype=torch.int64)
-            rows = mine.new_empty((self.size, len(mine)))
-            group, _ = self._route(mine.device)
-            pending = Pending(phase, (dist.all_gather(list(rows), mine, group=group, async_op=True),))
+        mine = torch.tensor([len(row), *row], dtype=torch.int64)
+        rows = mine.new_empty((self.size, len(row) + 1))
+        pending = self.begin(phase, dist.all_gather, list(rows.unbind()), mine)
 
         def end() -> list[list[int]]:
-            with self.naming(phase):
-                self.wait(pending)
-                found = rows.tolist()
+            self.wait(pending)
+            found = rows.tolist()
             lengths = [length for length, *_ in found]
             if any(length != len(row) for length in lengths):
                 raise DisagreementError(
@@ -252,7 +272,7 @@ class Ranks:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         others = [torch.empty_like(padded) for _ in range(self.size)]
-        self._finish(phase, dist.all_gather, others, padded)
+        self.wait(self.begin(phase, dist.all_gather, others, padded))
         return [json.loads(bytes(other[:length].numpy())) for other, length in zip(others, lengths, strict=True)]
 
     def all_reduce(self, vector: torch.Tensor, phase: str) -> None:
@@ -260,7 +280,7 @@ class Ranks:
         if self.size == 1:
             return
         message = vector.to(self._route(vector.device)[1])
-        self._finish(phase, dist.all_reduce, message)
+        self.wait(self.begin(phase, dist.all_reduce, message))
         if message is not vector:
             vector.copy_(message)
 
@@ -281,15 +301,16 @@ class Ranks:
         size, at = len(members), members.index(self.rank)
         numbers = [(at + step) % size for step in range(1, size)]
         peers = [members[number] for number in numbers]
-        works = []
-        with self.naming(phase):
+        works, peer = [], None
+        self.check_usable(phase)
+        try:
             group, device = self._route(own[0].device)
-        for number, peer in zip(numbers, peers, strict=True):
-            with self.naming(phase, peer):
+            for number, peer in zip(numbers, peers, strict=True):
                 works.append(dist.irecv(others[number], group_src=peer, group=group, tag=tag))
-        for number, peer in zip(numbers, peers, strict=True):
-            with self.naming(phase, peer):
+            for number, peer in zip(numbers, peers, strict=True):
                 works.append(dist.isend(own[number], group_dst=peer, group=group, tag=tag))
+        except RuntimeError as error:
+            raise self._named(error, phase, *(() if peer is None else [peer])) from error
         if device.type == "cpu":
             book_of(group).note(tag, len(works))
         return Pending(phase, tuple(works), (*peers, *peers), device.type == "cpu", tag)
@@ -308,7 +329,7 @@ class Ranks:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._route(tensor.device)[1]).contiguous()
-            self._finish(phase, dist.broadcast, as_bytes(message), group_src=root)
+            self.wait(self.begin(phase, dist.broadcast, as_bytes(message), group_src=root))
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
@@ -327,10 +348,7 @@ class Ranks:
         carries. Returns the call that waits for them; on a GPU its stream does."""
         if self.size == 1:
             return lambda: None
-        with self.naming(phase):
-            group, _ = self._route(tensor.device)
-            work = dist.broadcast(as_bytes(tensor), group_src=root, group=group, async_op=True)
-            pending = Pending(phase, (work,))
+        pending = self.begin(phase, dist.broadcast, as_bytes(tensor), group_src=root)
         return partial(self.wait if tensor.device.type == "cpu" else self.wait_on_stream, pending)
 
     def gather(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
@@ -341,30 +359,38 @@ class Ranks:
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
         # Not by messages: NCCL makes a communicator, and keeps its buffers, for each pair of ranks that sends one.
         # Test: test_consolidating_sends_no_messages in tests/states/test_state_dict.py.
-        self._finish(phase, dist.gather, own, parts, group_dst=to)
+        self.wait(self.begin(phase, dist.gather, own, parts, group_dst=to))
         return parts
 
     def give_up(self, phase: str) -> None:
         """Records that no rank may use the group any more, as an exchange did not finish."""
-        if self.group is not None:
-            _BROKEN[self.group] = phase
+        self._broken.append(phase)
+
+    def lost(self, peers: Sequence[int]) -> list[int]:
+        """Returns those of these ranks whose connection has ended. A wait has failed: the group is not used again."""
+        found = []
+        for peer in peers:
+            try:
+                dist.irecv(torch.empty(1), group_src=peer, group=self.host, tag=NEVER_SENT)
+            except RuntimeError:
+                found.append(peer)
+        return found
 
     def at(self, phase: str) -> str:
         return f"while {phase}, on rank {self.rank} of {self.size}"
 
     def check_usable(self, phase: str) -> None:
         """Raises CommunicationError if an earlier exchange of this group did not finish."""
-        if self.group is not None and self.group in _BROKEN:
+        if self._broken:
             raise CommunicationError(
                 "restart the ranks from a checkpoint, or construct the optimizer with a new process group: an earlier "
-                f"exchange in this group did not finish ({_BROKEN[self.group]}), and a new message could be taken for "
+                f"exchange in this group did not finish ({self._broken[-1]}), and a new message could be taken for "
                 f"one of the earlier exchange, {self.at(phase)}."
             )
 
     @contextmanager
-    def naming(self, phase: str, peer: int | None = None) -> Iterator[None]:
+    def naming(self, phase: str) -> Iterator[None]:
         """Within it, an error of the backend is raised as a CommunicationError that names the phase."""
-        phase = phase if peer is None else f"{phase} (with rank {peer})"
         self.check_usable(phase)
         try:
             yield
@@ -373,8 +399,13 @@ class Ranks:
         except RuntimeError as error:
             raise self._named(error, phase) from error
 
-    def _named(self, error: RuntimeError, phase: str) -> CommunicationError:
-        """Returns what to raise in place of an error of the backend. No rank may use the group any more."""
+    def _named(self, error: RuntimeError, phase: str, *peers: int) -> CommunicationError:
+        """Returns what to raise in place of an error of the backend. No rank may use the group any more.
+
+        Args:
+            peers: those that are to blame, if they are known.
+        """
+        phase = f"{phase} (with rank {', '.join(map(str, peers))})" if peers else phase
         self.give_up(phase)
         await_news_of_readers(self.group)
         gone = ended_ranks(self.group)

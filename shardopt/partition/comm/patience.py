@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 _TICK = 0.05  # seconds between two looks at the waits for messages
 _WITHOUT_END = timedelta(days=365)
-# The tag of a message that nobody sends: its time is up at once, which ends all waits in the group.
-_NEVER_SENT = (1 << 31) - 1
+NEVER_SENT = (1 << 31) - 1  # the tag of a message that nobody sends
 
 # By group: when a rank that reads alone has last said so.
 _BEATS: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
@@ -95,6 +94,13 @@ def wait_for_message(
         _WATCH.remove(wait)
 
 
+def end_waits(group: dist.ProcessGroup, peer: int) -> None:
+    """Ends all that gloo waits for in a group, and its connections, by a message whose time is up at once."""
+    with suppress(RuntimeError):
+        never: Any = dist.irecv(torch.empty(1), group_src=peer, group=group, tag=NEVER_SENT)
+        never.wait(timedelta(milliseconds=1))
+
+
 @dataclass(eq=False)
 class _MessageWait:
     group: dist.ProcessGroup
@@ -115,9 +121,7 @@ class _MessageWait:
             self.began = _BEATS[self.group]
             return
         self.is_over = True
-        with suppress(RuntimeError):
-            never: Any = dist.irecv(torch.empty(1), group_src=self.peer, group=self.group, tag=_NEVER_SENT)
-            never.wait(timedelta(milliseconds=1))
+        end_waits(self.group, self.peer)
 
 
 class _Watch:
