@@ -11,13 +11,16 @@ from ..compilers.native import COMPILE_OPTIONS
 from .formats import FP32
 from .native_formats import decode_signed, decode_unsigned
 from .native_words import (
+    BYTES_BY_TURNS,
     FORMATS,
     TABLE,
     both,
     differ,
     either,
     from_bits,
+    in_wide_vectors,
     larger,
+    largest_magnitude,
     load_f32,
     load_i32,
     load_i64,
@@ -34,6 +37,8 @@ from .tables import BLOCK
 
 if TYPE_CHECKING:
     from .formats import BlockFormat, Format
+
+_INFINITY = {"fp32": 0x7F800000, "bf16": 0x7F80, "fp16": 0x7C00}  # bits, by the format of a gradient
 
 
 def block_sums(grad: Format) -> Callable[..., Any]:
@@ -115,18 +120,23 @@ def add_blocks() -> Callable[..., Any]:
 def count_nonfinite(grad: Format) -> Callable[..., Any]:
     """Returns ``(first, last, row_of_block, rows, counts)``.
 
-    The blocks of one row are read in one loop, whose start and end cost as much as half a block, and at four places by
-    turns: a core fetches four streams ahead, and waits less for each. Their count is stored at the first of the blocks;
-    the other counts stay what they are.
+    The blocks of one row are looked at in one loop, whose start and end cost as much as half a block; they are counted
+    one by one only where the largest magnitude is not finite. Their count is stored at the first of the blocks; the
+    other counts stay what they are.
     """
     load, widen, _, _ = FORMATS[grad.name]
-    i32 = types.int32
+    i32, itemsize = types.int32, grad.itemsize
+    infinity, at_once = _INFINITY[grad.name], BYTES_BY_TURNS // itemsize
 
     @njit(**COMPILE_OPTIONS)
-    def is_bad(grad_at, i):
-        return i32((to_bits(widen(load(grad_at, i, 0))) & i32(0x7FFFFFFF)) >= i32(0x7F800000))
+    def count(grad_at, start, stop):
+        bad = i32(0)
+        for i in range(start, stop):
+            bad += i32((to_bits(widen(load(grad_at, i, 0))) & i32(0x7FFFFFFF)) >= i32(0x7F800000))
+        return bad
 
     def count_nonfinite(first, last, row_of_block, rows, counts):
+        in_wide_vectors()
         block = first
         while block < last:
             row = load_i32(row_of_block, block, TABLE)
@@ -134,13 +144,11 @@ def count_nonfinite(grad: Format) -> Callable[..., Any]:
             following = min(max((end + BLOCK - 1) // BLOCK, block + 1), last)  # a row of no gradient ends at 0
             grad_at = load_i64(rows, row * 2, TABLE)
             stop = min(end, following * BLOCK)
-            quarter = max(stop - start, 0) // 4
-            bad = i32(0)
-            for i in range(start, start + quarter):
-                bad += is_bad(grad_at, i) + is_bad(grad_at, i + quarter)
-                bad += is_bad(grad_at, i + 2 * quarter) + is_bad(grad_at, i + 3 * quarter)
-            for i in range(start + 4 * quarter, stop):
-                bad += is_bad(grad_at, i)
+            lines = max(stop - start, 0) // at_once
+            rest = start + lines * at_once
+            bad = count(grad_at, rest, stop)
+            if lines > 0 and largest_magnitude(grad_at + start * itemsize, lines, itemsize, 0) >= infinity:
+                bad += count(grad_at, start, rest)
             store_i32(counts, block, bad, 1)
             block = following
 

@@ -196,6 +196,25 @@ def test_the_divisor_is_divided_by(fmt: Format, divisor: float) -> None:
         assert [each[1] for each in found] == bits(torch.from_numpy(np.abs(quotients))).tolist()
 
 
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=lambda each: each.name)
+def test_one_element_that_is_not_finite_is_counted_wherever_it_is(fmt: Format) -> None:
+    """In a row that is looked at in places by turns, with elements left over."""
+    numel = 4 * BLOCK + 131
+    largest = torch.full((numel,), torch.finfo(fmt.dtype).max, dtype=fmt.dtype)
+    largest[::2].neg_()
+    for misaligned in (0, 1):
+        gradients, guarded = lone(largest, fmt, misaligned)
+        grad = guarded.inner
+        assert count_of(native_backend, fmt, gradients) == 0
+        for at in range(numel):
+            kept = grad[at].clone()
+            grad[at] = (math.inf, -math.inf, math.nan)[at % 3]
+            assert count_of(native_backend, fmt, gradients) == 1, at
+            grad[at] = kept
+        grad[5::7] = math.nan
+        assert count_of(native_backend, fmt, gradients) == len(range(5, numel, 7))
+
+
 # -- totals ------------------------------------------------------------------------------------------------------------
 
 
