@@ -123,6 +123,16 @@ class Beside(dist.ProcessGroup):
             each.copy_(inputs[0])
         return Done()
 
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any) -> Done:
+        output.view(self.size(), -1).copy_(own.view(1, -1))
+        return Done()
+
+    def all_to_all_single(self, output: Tensor, own: Tensor, output_sizes: Any, own_sizes: Any, options: Any) -> Done:
+        output.copy_(own)
+        return Done()
+
+    _allgather_base, alltoall_base = all_gather_single, all_to_all_single
+
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Done:
         self._awaited.setdefault(tag, []).append(tensors[0])
         return Done()
