@@ -312,6 +312,7 @@ class Update:
         # Of shards that stay in memory beside a disk: updates of their last pass, which hold as soon as they are made.
         self._after_vote: dict[Shard, tuple[Sequence[ChunkUpdate], Factors]] = {}
         self._updated = {each.entry.shard for each in plan.updates}
+        self._unread = set[Shard]()  # writes to their params are looked for right before their update
         self._gather: Gather | AsyncGather | None = None
         self._starts = 0
 
@@ -321,10 +322,16 @@ class Update:
         Args:
             relay: has an earlier error of this rank, and gets the first one.
         """
+        ops = self.plan.program.ops
         for shard in self.shards:
-            if shard.exact_slice is not None and (self.plan.program.ops and self._writes(shard)):
-                shard.exact_slice.begin_update()
-        for op in self.plan.program.ops:
+            if shard.exact_slice is not None and ops and self._writes(shard):
+                # What a store moves is copied ahead, devices update shards together, and a vote may undo all. Else the
+                # first shard travels before the others are read, and is in the cache until it is encoded.
+                if len(ops) == 1 and self.store.is_final and not shard.store.moves and shard.exact_slice.values.is_cpu:
+                    self._unread.add(shard)
+                else:
+                    shard.exact_slice.begin_update()
+        for op in ops:
             try:
                 op.run(self, relay)
             except Exception as error:  # all ranks know of it: none waits for a shard any more
@@ -389,6 +396,8 @@ class Update:
         for shard in launches:
             if early is not None and shard in ready:
                 relay.attempt(early.take, domain, shard)
+            if shard in self._unread and shard.exact_slice is not None:
+                relay.attempt(shard.exact_slice.begin_update)
             if shard in apart:
                 relay.attempt(update_chunks, domain, shard.store, apart[shard], factors)
             if is_last:

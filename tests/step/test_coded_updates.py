@@ -17,8 +17,10 @@ from torch.nn import Parameter
 import shardopt
 from shardopt import ShardedAdamW, ShardedSGD, Tuning
 from shardopt.domain import exact_slice
+from shardopt.domain.exact_slice import ExactSlice
 from shardopt.kernels.tables import BLOCK
 from shardopt.plan import Way, plan
+from shardopt.step import update as update_module
 from tests.step.test_quantized_traffic import Given, arrived, own_gradients, wire
 from tests.support.compiled import nothing_compiled
 from tests.support.ranks import Pool
@@ -183,6 +185,43 @@ def resumes(directory: str) -> None:
 
 def test_a_resume_has_the_same_bits(ranks: Pool, tmp_path: Any) -> None:
     ranks.run(resumes, str(tmp_path), world=2)
+
+
+def looks_one_by_one(directory: str) -> None:
+    """A shard is looked at right before its update, while those before it travel; all at once if all may be undone."""
+    seen: list[str] = []
+    looked, updated, encoded = ExactSlice.begin_update, update_module.update_chunks, ExactSlice.encode
+
+    def look(self: ExactSlice) -> None:
+        seen.append("look")
+        looked(self)
+
+    def update(*arguments: Any) -> None:
+        seen.append("update")
+        updated(*arguments)
+
+    def encode(self: ExactSlice, shard: Tensor) -> Tensor:
+        seen.append("encode")
+        return encoded(self, shard)
+
+    ways: tuple[tuple[dict[str, Any], list[str]], ...] = (
+        ({}, ["look", "update", "encode"] * 3),
+        ({"offload": f"{directory}/{dist.get_rank()}"}, ["look"] * 3),
+    )
+    for given, expected in ways:
+        model, seen[:] = Given(), []
+        with wire("messages") as tuning:
+            opt = ShardedAdamW(model, lr=0.1, stage=2, gather_dtype="int8", tuning=tuning, **given)
+        of_slices = patch.multiple(ExactSlice, begin_update=look, encode=encode)
+        with of_slices, patch.object(update_module, "update_chunks", update):
+            step_of(model, opt, 0)
+        assert seen[: len(expected)] == expected, (given, seen)
+        assert [seen.count(each) for each in ("look", "encode")] == [3, 3], (given, seen)  # of three buckets
+        opt.close()
+
+
+def test_the_first_shard_travels_before_the_second_is_read(ranks: Pool, tmp_path: Any) -> None:
+    ranks.run(looks_one_by_one, str(tmp_path), world=2)
 
 
 def counts() -> None:
