@@ -227,7 +227,7 @@ class Shadow(JoinHook):
         assert engine is not None
         gatherer = _gatherer(engine)
         return {
-            "orders": [[], []] if gatherer is None else [gatherer.orders.passes, gatherer.departures],
+            "orders": [[], False] if gatherer is None else gatherer.orders.told,
             "closure": call.closure,
             "failed": None if call.problem is None else f"{type(call.problem).__name__}: {call.problem}",
             "scaling": [call.scale, call.overflow],

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..partition.comm.all_gather import EVALUATION, FIRST_TAG
+from ..partition.comm.all_gather import GatherKind
 from ..partition.comm.ended import note_unsent
 from ..partition.comm.host_group import host_group
 from ..partition.comm.messages import WAITS, book_of
@@ -199,5 +199,6 @@ class Apart:
 
     def _message(self, tag: int, nbytes: int) -> torch.Tensor | None:
         """Returns what completes another rank's gather: zeros for one that evaluates, else this rank's slice."""
-        window = tag - FIRST_TAG
-        return torch.zeros(nbytes, dtype=torch.uint8) if window & EVALUATION else self._message_of(window, nbytes)
+        kind, window = GatherKind.of_tag(tag)
+        is_zeros = kind is GatherKind.EVALUATION
+        return torch.zeros(nbytes, dtype=torch.uint8) if is_zeros else self._message_of(window, nbytes)

@@ -247,16 +247,14 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
                 entry.name: of_states.get(domain.number_of(entry), []) for entry in entries
             },
             "norm of the gradients known from backward": plan.norm,
-            "orders of units that contradict the schedule": departures,
             "loss scale (the GradScaler's update() must see the same overflow on all ranks)": call.scale,
         }
 
     sharded = None if domain.sharded is None or not domain.sharded.leads else domain.sharded
-    departures = [] if sharded is None else sharded.gatherer.departures
     proposes = sharded is not None and sharded.gatherer.orders.proposes
     edits = domain.edits.told() if world.size > 1 and domain.edits else {}
     of_states = domain.state_edits.told() if domain.state_edits is not None else {}
-    key = [domain.steps_agreed, call.closure, numbers, domain.left, plan.facts, call.scale, plan.norm, departures]
+    key = [domain.steps_agreed, call.closure, numbers, domain.left, plan.facts, call.scale, plan.norm]
     if edits:
         key.append(list(edits.items()))
     if of_states:
@@ -277,7 +275,7 @@ def digest_of(plan: StepPlan, call: Call, problem: Exception | None = None) -> S
 
 def _adopt_order(domain: Domain) -> None:
     """Collective: makes a schedule for stage 3 from the orders in which ranks used the units in this step."""
-    everyones = domain.mesh.world.exchange_json(domain.gatherer.orders.passes, "comparing orders of units")
+    everyones = domain.mesh.world.exchange_json(domain.gatherer.orders.told, "comparing orders of units")
     domain.gatherer.orders.adopt(everyones)
 
 

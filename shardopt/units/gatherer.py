@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ..partition.comm.all_gather import AllGather, GatherKind, Window
     from .schedule import Budget
     from .unit import ParamShard, Unit
-    from .unit_orders import Order
 
 
 class Gatherer:
@@ -213,14 +212,6 @@ class Gatherer:
                 each.bucket.move_params_out()
                 each.lies_in(each.bucket.flat)
         self.done(unit, reshard=True)
-
-    @property
-    def departures(self) -> Sequence[Order]:
-        """The orders of this step that contradict the schedule, and must be the same on all ranks.
-
-        None where ranks read each other's memory: there a gather needs no call of another rank.
-        """
-        return self.orders.departures if self.waits_for_others else ()
 
     # -- one rank alone --------------------------------------------------------------------------------------------
 

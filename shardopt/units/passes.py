@@ -153,7 +153,7 @@ class Passes:
             if use.unit not in now.order:
                 now.joined.append(use.unit)
                 self._release_joined(now, use, least=1)
-                self._mark_past(now, (use.unit,))
+                self._mark_past(now, use.reshard)
         now.at = max(now.at, until)
 
     def _mark_past(self, now: ModelPass, names: Sequence[str]) -> None:

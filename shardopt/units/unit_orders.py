@@ -58,13 +58,13 @@ class UnitOrders:
 
     Attributes:
         passes: the orders of uses in this step.
-        departures: those of them that contradict the schedule.
+        departed: one of them contradicts the schedule.
     """
 
     def __init__(self, units: Mapping[str, Unit], budget: Budget):
         self._units, self._budget = units, budget
         self.passes: list[Order] = []
-        self.departures: list[Order] = []
+        self.departed = False
         self._schedules: dict[str, Schedule] = {}  # by the name of the called module
         self._is_guess = True  # the schedules were made before any step
         self._has_new = False  # this step used a unit that its schedule does not have
@@ -107,17 +107,20 @@ class UnitOrders:
         """Notes the order of a pass that counts."""
         if ended.is_traced:
             self.passes.append((ended.direction.value, tuple(ended.order)))
-            if ended.departed and not self._is_guess:
-                self.departures.append(self.passes[-1])
+            self.departed |= ended.departed and not self._is_guess
 
-    def copy_from(self, passes: Sequence[Order], departures: Sequence[Order]) -> None:
+    @property
+    def told(self) -> tuple[Sequence[Order], bool]:
+        """The orders of this step as another rank is told them, and whether one of them contradicts the schedule."""
+        return self.passes, self.departed
+
+    def copy_from(self, passes: Sequence[Order], departed: bool) -> None:
         """Takes over the orders of another rank in this step: this rank only joined its gathers."""
-        self.passes = [(direction, tuple(order)) for direction, order in passes]
-        self.departures = [(direction, tuple(order)) for direction, order in departures]
+        self.passes, self.departed = [(direction, tuple(order)) for direction, order in passes], departed
 
     def forget(self) -> None:
         """Forgets the passes of this step."""
-        self.passes, self.departures = [], []
+        self.passes, self.departed = [], False
 
     def refuse(self) -> None:
         """Records that the ranks' orders differ: no step is taken until the next forward."""
@@ -134,10 +137,10 @@ class UnitOrders:
     @property
     def proposes(self) -> bool:
         """True if the schedule lacks what this step used: ranks then make another one together."""
-        return self._is_guess or self._has_new or bool(self.departures)
+        return self._is_guess or self._has_new or self.departed
 
-    def adopt(self, everyones: Sequence[Sequence[Order]]) -> None:
-        """Makes the schedule from the orders of all ranks in this step.
+    def adopt(self, told: Sequence[tuple[Sequence[Order], bool]]) -> None:
+        """Makes the schedule from what all ranks tell of this step.
 
         A unit that only some ranks used, or none in this step, stays in the order: a rank may use it in the next one.
 
@@ -148,6 +151,7 @@ class UnitOrders:
         def once(order: Sequence[str]) -> Sequence[str]:  # a rank may skip any use of a unit that several modules use
             return [name for name in order if not self._units[name].is_spread]
 
+        everyones = [passes for passes, _ in told]
         for rank, passes in enumerate(everyones):
             for (direction, first), (other, order) in zip(everyones[0], passes, strict=False):
                 # A backward through two forwards may use a unit of either: its own order says nothing.
@@ -160,7 +164,7 @@ class UnitOrders:
                         f"another order, so no rank took the step and nothing changed. The forward of rank 0 used "
                         f"{pair[0]} before {pair[1]}, that of rank {rank} after it."
                     )
-        keeps_own = not (self._is_guess or self.departures)
+        keeps_own = not (self._is_guess or any(departed for _, departed in told))
         for called, guesses in self._orders_of_modules().items():
             orders = [_last(self._passes_of(called, passes)) for passes in everyones]
             if keeps_own:

@@ -112,6 +112,56 @@ def test_a_unit_that_is_new_to_the_schedule_is_used_by_some_ranks(ranks: Pool, t
     ranks.run(uses_new_units, None, {"gather_dtype": "int8"}, {"reshard_after_forward": 2}, world=4)
 
 
+class Tied(nn.Module):
+    """The weight of its ends is one, and each rank may leave either end out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.blocks, self.end = nn.Linear(W, W, bias=False), Drops().blocks, nn.Linear(W, W, bias=False)
+        self.end.weight = self.begin.weight
+
+    def forward(self, x: Tensor, ends: str) -> Tensor:
+        x = self.begin(x) if "begin" in ends else x
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x) if "end" in ends else x
+
+
+# By step, what each rank uses. The schedule is made of the first step, and keeps what was used.
+TIED = {
+    "its first use is new": [("end", "end")] * 2 + [("begin end", "end")] * 2 + [("begin", "begin end")],
+    "its last use is new": [("begin", "begin")] * 2 + [("begin", "end")] * 2 + [("end", "end")],
+    "all of it is new": [("", "")] * 2 + [("begin", ""), ("", "end"), ("begin end", "")],
+    "some skip a use": [("end", "begin", "begin end")] * 3 + [("begin end", "end", "begin")],
+}
+
+
+def uses_an_end(kind: str, name: str) -> None:
+    results = []
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        model = Tied()
+        tuning = small(neighbours=kind == "memory", live_bytes=None, timeout=120)
+        opt = ShardedSGD(model, **RATES, stage=stage, process_group=dist.new_group(), tuning=tuning)
+        for step, ends in enumerate(TIED[name]):
+            opt.zero_grad()
+            model(data(step, 4, W), ends[dist.get_rank()]).square().mean().backward()
+            opt.step()
+        results.append(snapshot(model, opt))
+        opt.close()
+    assert results[1] == results[0]
+
+
+def test_a_use_of_a_tied_weight_is_new_to_the_schedule(ranks: Pool) -> None:
+    """What is gathered on demand does not take the messages of what others gather by the schedule.
+
+    A use that a rank skips does not end its gradient, if another one follows: it would be summed in two parts.
+    """
+    for kind in ("memory", "messages"):
+        for name, ways in TIED.items():
+            ranks.run(uses_an_end, kind, name, world=len(ways[0]))
+
+
 class Leaves(nn.Module):
     """Its output is that of a block on a rank that leaves in the middle, and skips the end of the model."""
 

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 # First tag of messages that carry shards, above the tags of messages that carry gradients: gloo matches by tag alone,
 # and a shard could arrive in the buffer of a gradient.
 FIRST_TAG = 1 << 30
-# Added to the tag of a gather of a forward that no backward follows: it never meets one that trains.
-EVALUATION = 1 << 19
+_NUMBERS = 1 << 18  # of a transport's windows; gathers of another kind have other tags
 CAST_NUMEL = 1 << 16  # elements of another dtype that are read at a time: they stay in the cache until they are cast
 
 
 class GatherKind(IntEnum):
-    """What a gather of a unit is for: ranks must run a scheduled one alike, and may differ in the others."""
+    """What a gather of a unit is for: ranks must run a scheduled one alike, and may differ in the others.
+
+    Gathers of two kinds never meet: one that a rank runs on demand would else take the message of a scheduled one, for
+    which its own would then wait in vain.
+    """
 
     SCHEDULED = 0
     ON_DEMAND = 1
@@ -39,6 +42,17 @@ class GatherKind(IntEnum):
 
     EVALUATION = 2
     """Of a forward that no backward follows."""
+
+    def tag_of(self, window: int) -> int:
+        """Returns the tag of the messages that fill the window of this number."""
+        return FIRST_TAG + self * _NUMBERS + window
+
+    @staticmethod
+    def of_tag(tag: int) -> tuple[GatherKind, int]:
+        """Returns what messages of this tag are for, and the number of their window."""
+        window = tag - FIRST_TAG
+        kind = GatherKind(window // _NUMBERS % 4)
+        return kind, window - kind * _NUMBERS
 
 
 class ShardCode(Protocol):
@@ -200,19 +214,14 @@ def by_messages(ranks: Members, phase: str, limit: timedelta | None = None) -> A
     return AllGather(begin)
 
 
-def by_asking(ranks: Ranks, phase: str, limit: timedelta | None, trains: bool) -> AllGather:
-    """Like :func:`by_messages`; ranks that do not run it are found, and complete it.
-
-    Args:
-        trains: False in a forward that no backward follows, which ends in an error then.
-    """
-    first = FIRST_TAG if trains else FIRST_TAG + EVALUATION
+def by_asking(ranks: Ranks, phase: str, limit: timedelta | None, kind: GatherKind) -> AllGather:
+    """Like :func:`by_messages`; ranks that do not run it are found, and complete it."""
 
     def begin(window: Window) -> Callable[[], None]:
         shards = [window.shard(rank) for rank in range(ranks.size)]
         own = [shards[ranks.rank]] * ranks.size
-        pending = ranks.exchange_slices(own, shards, first + window.number, phase)
-        return partial(ranks.wait, ranks.asking(pending, own[0].nbytes, trains), limit)
+        pending = ranks.exchange_slices(own, shards, kind.tag_of(window.number), phase)
+        return partial(ranks.wait, ranks.asking(pending, own[0].nbytes, kind is GatherKind.ON_DEMAND), limit)
 
     return AllGather(begin)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 # Numbers of windows that one transport has; 512 transports of a group have numbers of their own. Tags are made of these
 # numbers: with equal tags a message of one optimizer could be taken for one of another.
-_WINDOWS = 1 << 20  # half of them for the gathers of evaluations
+_WINDOWS = 1 << 20  # a quarter of them for each kind of gather
 
 # Process group -> the number of transports that it has had.
 _TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -197,7 +197,7 @@ class Transport:
 
             return by_hosts(self.ranks, self._hosts, phase, limit)
         if kind is not GatherKind.SCHEDULED and not self.ranks.has_collectives(self._device):
-            return by_asking(self.ranks, phase, limit, trains=kind is GatherKind.ON_DEMAND)
+            return by_asking(self.ranks, phase, limit, kind)
         return all_gather_between(self.ranks, self._device, phase, limit)
 
     def gather(self, phase: str, is_coded: bool = False) -> Gather:
