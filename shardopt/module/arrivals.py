@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -85,6 +86,7 @@ class Arrivals:
         self._params = [entry.param for entry in self._resting]
         self._indices = [entry.index for entry in self._resting]
         self._rests = frozenset(self._indices)
+        self._every = frozenset(entry.index for entry in entries)
         self.by_param = {id(entry.outer): entry for entry in entries}
         self.stream: torch.cuda.Stream | None = None
         self.handle: int | None = None
@@ -149,6 +151,10 @@ class Arrivals:
         for entry in self._resting:
             entry.gradient_slice.pending = None  # type: ignore[union-attr]
         return taken
+
+    def numbers_of(self, indices: AbstractSet[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Returns the numbers of some of its params."""
+        return self.numbers if indices == self._every else self.numbers[list(indices)]
 
     # -- to the reducer --------------------------------------------------------------------------------------------
 

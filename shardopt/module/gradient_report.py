@@ -14,6 +14,7 @@ of P params has at most P + ranks - 1 pieces, and one word more for each empty p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _MARKS = 2  # after a word for each rank: "updated", "spoilt"
 # The words of a param: the limbs of its sum of squares, a count of elements, and three counts of ranks.
-_NONFINITE, _PRESENT, _HELD, _LATE, _WORDS = range(LIMBS, LIMBS + 5)
+_NONFINITE, _PRESENT, _WORDS = LIMBS, LIMBS + 1, LIMBS + 4
 
 
 class ReportLayout:
@@ -102,15 +103,14 @@ class Report:
         self.limbs[:], self.nonfinite[:] = sums[:, :LIMBS], sums[:, NONFINITE]
         self._pieces[self._layout.own_pieces] = sums[self._layout.own_params, LARGEST]
 
-    def fill_flags(self, present: Array, held: Array, late: Array) -> None:
-        """Fills in what happened to each gradient on this rank: 1D [params] bool each.
+    def fill_flags(self, flags: Array) -> None:
+        """Fills in what happened to each gradient on this rank.
 
         Args:
-            present: a gradient arrived in this backward.
-            held: a gradient of an earlier backward was there when this one began.
-            late: a gradient arrived after its bucket was sent.
+            flags: 2D [3, params] bool: a gradient arrived in this backward; one of an earlier backward was there when
+                this one began; a gradient arrived after its bucket was sent.
         """
-        self._params[:, _PRESENT], self._params[:, _HELD], self._params[:, _LATE] = present, held, late
+        self._params[:, _PRESENT:] = flags.T
 
     def mark_updated(self, vector: torch.Tensor, is_updated: torch.Tensor) -> None:
         """Says whether this backward has changed this rank's params or states.
@@ -180,23 +180,22 @@ class Report:
         found[:, LARGEST] = self.largest.view(np.int32)
         return found
 
-    @property
-    def present(self) -> Array:
-        """1D [params] bool: True if a gradient arrived on any rank."""
-        return self._params[:, _PRESENT] > 0
+    @cached_property
+    def counts(self) -> tuple[list[int], list[int], list[int]]:
+        """By param, the number of ranks on which a gradient arrived, of those that held an earlier one, of late ones."""
+        # Lists: there is little to ask of them, and a call of NumPy costs more.
+        present, held, late = self._params[:, _PRESENT:].T.tolist()
+        return present, held, late
 
     @property
-    def held(self) -> Array:
-        """1D [params] bool: True if any rank held a gradient of an earlier backward."""
-        return self._params[:, _HELD] > 0
+    def held_apart(self) -> list[int]:
+        """The params that hold an earlier gradient on some ranks, and none on others."""
+        _, held, _ = self.counts
+        if {*held} <= {0, self._layout.ranks}:  # nearly always
+            return []
+        return [param for param, count in enumerate(held) if 0 < count < self._layout.ranks]
 
     @property
-    def held_apart(self) -> Array:
-        """1D [params] bool: True if some ranks held such a gradient and others did not."""
-        count = self._params[:, _HELD]
-        return (count > 0) & (count < self._layout.ranks)
-
-    @property
-    def late(self) -> Array:
-        """1D [params] bool: True if a gradient arrived on any rank after its bucket was sent."""
-        return self._params[:, _LATE] > 0
+    def late(self) -> list[int]:
+        """The params of which a gradient arrived on any rank after its bucket was sent."""
+        return [param for param, count in enumerate(self.counts[2]) if count]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, or_
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,10 +44,9 @@ if TYPE_CHECKING:
     from .gradient_weights import GradientWeights
     from .syncing import Syncing
 
-# The references to a part that only its slice refers to, while all parts are counted in one list.
-_UNSHARED = next(map(getrefcount, [object()])) + 1
+_UNSHARED = next(map(getrefcount, [object()]))  # the references to a part that only its slice refers to
 _REPORTING = "telling norms of gradients"
-_OUTER = attrgetter("outer")  # read of many params, in C
+_OUTER, _SLICE, _PART = map(attrgetter, ("outer", "gradient_slice", "part"))  # read of many, in C
 
 
 def _left(report: Report) -> CommunicationError:
@@ -261,8 +260,9 @@ class RoundGradients:
     def reduce(self, problem: Exception | None = None, is_spoilt: bool = False) -> Report:
         """Collective: reduces what remains, late gradients too. All else is as with ``report``."""
         report = self.report(problem, is_spoilt)
-        if True in report.late:
-            numbers = {self.entries[number].shard.number for number in report.late.nonzero()[0].tolist()}
+        late = report.late
+        if late:
+            numbers = {self.entries[number].shard.number for number in late}
             if not all(self.reducer.reduces(number, self.stage) for number in numbers):
                 # A graph ran through several stages, as all ranks know now: from here on each round reduces all
                 # buckets.
@@ -291,23 +291,24 @@ class RoundGradients:
             if not reducer.is_reduced:
                 raise
             problem = error  # the other ranks have their sums, and wait for this rank's report
-        present, late = np.zeros(len(self.entries), dtype=bool), np.zeros(len(self.entries), dtype=bool)
-        arrived = reducer.arrived
+        flags, arrived = np.zeros((3, len(self.entries)), dtype=bool), reducer.arrived
+        if held:
+            flags[1, held] = True
         for number, bucket in self._buckets.items():
             indices, late_ones = arrived[number]
-            present[bucket.numbers[list(indices)]] = True
+            flags[0, bucket.numbers_of(indices)] = True
             if late_ones:
-                late[bucket.numbers[list(late_ones)]] = True
-        self._flags = present, held, late
+                flags[2, bucket.numbers_of(late_ones)] = True
+        self._flags = flags
         return self._report(problem, is_spoilt)
 
-    def _deliver_rest(self) -> np.ndarray[Any, Any]:
+    def _deliver_rest(self) -> list[int]:
         """Delivers the gradients of no_sync() that this backward did not touch.
 
         Returns:
-            1D [entries] bool: True for params that showed a sum of earlier rounds.
+            The numbers of the params that showed a sum of earlier rounds.
         """
-        held, reducer = np.zeros(len(self.entries), dtype=bool), self.reducer
+        held, reducer = list[int](), self.reducer
         for bucket in self._buckets.values():
             if bucket.missing:
                 bucket.hand_over()
@@ -317,8 +318,10 @@ class RoundGradients:
         ):
             if grad is None:
                 continue
-            held[number] = shown_slice(entry) is not None
-            if (is_pending(entry) or not held[number]) and reducer.reduces(entry.shard.number, self.stage):
+            is_held = shown_slice(entry) is not None
+            if is_held:
+                held += (number,)
+            if (is_pending(entry) or not is_held) and reducer.reduces(entry.shard.number, self.stage):
                 if entry.outer is not entry.param:  # a zero-bubble schedule assigns what no hook has placed
                     entry.place_gradient()
                 self._buckets[entry.shard.number].deliver(entry)
@@ -327,7 +330,7 @@ class RoundGradients:
     def _report(self, problem: Exception | None, is_spoilt: bool) -> Report:
         """Collective: adds up the reports of all ranks, which show all of them if a rank has a problem."""
         mesh, device, report = self.domain.mesh, self._device, Report(self.layout)
-        report.fill_flags(*self._flags)
+        report.fill_flags(self._flags)
         if is_spoilt:
             report.mark_spoilt()
         if self.weights.in_use and self.weights.is_on:
@@ -353,8 +356,8 @@ class RoundGradients:
             raise problem
         if report.told and report.failed:
             raise _left(report)
-        if True in report.held_apart:
-            name = self.entries[int(report.held_apart.argmax())].name
+        if report.held_apart:
+            name = self.entries[report.held_apart[0]].name
             raise DisagreementError(
                 f"call zero_grad() on every rank, or on none: {name} has a gradient from an earlier backward on some "
                 "ranks and none on others, and the new one was added on some only."
@@ -375,34 +378,33 @@ class RoundGradients:
         if self.weights.in_use and self.weights.is_on:  # what was measured are sums
             divisor = self.weights.divisor
             two, largest = two / divisor, largest / divisor
-        held = report.held
-        shown = (report.present | held).nonzero()[0]
-        rounds, slices = reducer.rounds, list[GradientSlice]()
-        to_show: list[tuple[ParamRecord, GradientSlice]] = []
-        for number, is_held in zip(shown.tolist(), held[shown].tolist(), strict=True):
-            entry = self.entries[number]
-            gradient_slice = entry.gradient_slice
-            assert gradient_slice is not None  # nothing is released
-            gradient_slice.divisor, gradient_slice.is_used, gradient_slice.has_mean = divisor, False, True
+        present, held, _ = report.counts
+        numbers = list(compress(range(len(self.entries)), map(or_, present, held)))
+        is_whole = len(numbers) == len(self.entries)  # nearly always
+        shown = self.entries if is_whole else [self.entries[number] for number in numbers]
+        slices: list[GradientSlice] = list(map(_SLICE, shown))
+        for own in slices:
+            own.divisor, own.is_used, own.has_mean = divisor, False, True
             # Every rank has come to this round: an older gradient is read of copies alone.
-            gradient_slice.round, gradient_slice.edit_count, gradient_slice.was_read = rounds, 0, False
-            if gradient_slice.kept:
-                gradient_slice.drop_kept()
-            slices += (gradient_slice,)
-            if not is_held:
-                to_show += ((entry, gradient_slice),)
-        uses = list(map(getrefcount, [own.part for _, own in to_show]))
-        for (entry, own), count in zip(to_show, uses, strict=True):
+            own.round, own.edit_count, own.was_read = reducer.rounds, 0, False
+            if own.kept:
+                own.drop_kept()
+        # A param that held a sum shows it still.
+        new = slices if not any(held) else [own for own in slices if not held[own.number]]
+        uses = list(map(getrefcount, map(_PART, new)))
+        for own, count in zip(new, uses, strict=True):
+            entry = self.entries[own.number]
             if entry.outer is entry.param and count == _UNSHARED:  # it can show another gradient
                 entry.param.grad = own.part
             else:
                 entry.show_gradient(GradientPart(own, entry.param))
         settle(slices)
         if self.stage is not None:  # other stages' sums were not measured, and have their norms still
-            numbers = [self.entries[number].shard.number for number in shown.tolist()]
-            is_new = [reducer.reduces(number, self.stage) or number in self._late_buckets for number in numbers]
-            shown, slices = shown[is_new], list(compress(slices, is_new))
-        set_norms(slices, two[shown], largest[shown], counts[shown])
+            buckets = [entry.shard.number for entry in shown]
+            is_new = [reducer.reduces(number, self.stage) or number in self._late_buckets for number in buckets]
+            is_whole, numbers, slices = False, list(compress(numbers, is_new)), list(compress(slices, is_new))
+        rows: Any = slice(None) if is_whole else numbers
+        set_norms(slices, two[rows], largest[rows], counts[rows])
         reducer.end_round()  # last: after an interrupt that left some gradients out, the round is LOST
         self.stage = None
 

@@ -290,7 +290,7 @@ class UpdateInBackward:
         found = relay.meet(partial(found_in, self._domain, self._entries, report, current.whole))
         relay.check()
         assert report is not None and found is not None
-        present = [entry for entry, is_there in zip(self._entries, report.present, strict=True) if is_there]
+        present = [entry for entry, is_there in zip(self._entries, report.counts[0], strict=True) if is_there]
         if not present:  # on no rank: it was another module's backward, and no step
             reducer.end_round()
             self._round = None
@@ -320,8 +320,8 @@ class UpdateInBackward:
     def _last_report(self, gradients: RoundGradients, problem: Exception | None) -> Report:
         with self._domain.clock.phase("reduce"):
             report = gradients.report(problem)
-        if report.late.any():
-            name = self._entries[int(report.late.argmax())].name
+        if report.late:
+            name = self._entries[report.late[0]].name
             raise ShardoptError(
                 "use checkpoint(..., use_reentrant=False), or construct the optimizer without release_gradients: "
                 f"another gradient of {name} arrived in a backward in which it had been used already. A reentrant "

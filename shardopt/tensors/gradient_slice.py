@@ -18,7 +18,7 @@ from .norm_table import Norms, NormTable
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .norm_table import Array
+    from .norm_table import Array, Rows
 
 # Read of many slices at once, in C.
 _TABLE, _ROW, _HOME, _DIVISOR = map(attrgetter, ("table", "row", "home", "divisor"))
@@ -301,7 +301,7 @@ def _scale(
     name: str,
     number: float,
     scale: Callable[[Sequence[Tensor], float], None],
-    scale_norms: Callable[[NormTable, Sequence[int], float], None],
+    scale_norms: Callable[[NormTable, Rows, float], None],
 ) -> None:
     divide_all(slices)
     by_table = _by_table(slices)
@@ -309,7 +309,7 @@ def _scale(
         scale(_totals(some), number)
     _note_edit(slices, [name, number])
     for table, _, some in by_table:
-        scale_norms(table, list(map(_ROW, some)), number)
+        scale_norms(table, _rows(table, some), number)
         # A scaling of gradients whose norms may not show it, as they are not known.
         for each in some if table.edits else ():
             if each.number in table.edits:
@@ -338,7 +338,7 @@ def zero(slices: Sequence[GradientSlice]) -> None:
         each.edits, each.pending, each.undivided = [], None, None
     _note_edit(slices, ["zero_"])
     for table, _, some in _by_table(slices):
-        table.zero(list(map(_ROW, some)))
+        table.zero(_rows(table, some))
         table.edits.forget([each.number for each in some])
 
 
@@ -354,7 +354,7 @@ def clamp(slices: Sequence[GradientSlice], low: float | None = None, high: float
         if bound is not None:
             _note_edit(slices, [name, bound])
             for table, _, some in _by_table(slices):
-                table.forget(list(map(_ROW, some)))
+                table.forget(_rows(table, some))
             for each in slices:
                 each.table.edits.note(each.number, f"{name} {bound!r}")
 
@@ -383,7 +383,7 @@ def change(gradient_slice: GradientSlice, by: Callable[[Tensor], object], text: 
 def set_norms(slices: Sequence[GradientSlice], two: Array, largest: Array, nonfinite: Array) -> None:
     """Sets the norms of new means: 1D [slices] each. ``largest`` is rounded as the slices are."""
     for table, places, some in _by_table(slices):
-        table.fill(list(map(_ROW, some)), two[places], largest[places], nonfinite[places])
+        table.fill(_rows(table, some), two[places], largest[places], nonfinite[places])
     for each in slices:
         if each._lent is not None:
             each.follow_writes()
@@ -396,8 +396,8 @@ def norms_of(slices: Sequence[GradientSlice]) -> tuple[Array, Array, Array] | No
     """
     (two, largest), nonfinite = np.empty((2, len(slices))), np.empty(len(slices), np.int64)
     for table, places, some in _by_table(slices):
-        rows = list(map(_ROW, some))
-        if False in table.known[rows]:
+        rows = _rows(table, some)
+        if not table.known[rows].all():
             return None
         two[places], largest[places], nonfinite[places] = table.two[rows], table.largest[rows], table.nonfinite[rows]
     return None if _written(slices) else (two, largest, nonfinite)
@@ -405,10 +405,11 @@ def norms_of(slices: Sequence[GradientSlice]) -> tuple[Array, Array, Array] | No
 
 def _note_edit(slices: Sequence[GradientSlice], edit: list[Any]) -> None:
     """Notes an edit of these slices, and shows it to other ranks; the caller sets the norms that are known then."""
+    event = _recorded(slices[0]) if slices else None
     for each in slices:
         each.edits += (edit,)
         each.edit_count += 1
-    settle(slices)
+        each.written, each.is_moving = event, False
     for each in _written(slices):
         each.norms = None
 
@@ -436,6 +437,15 @@ def _by_table(slices: Sequence[GradientSlice]) -> list[tuple[NormTable, Any, Seq
         places = [place for place, each in enumerate(slices) if each.table is table]
         found.append((table, places, [slices[place] for place in places]))
     return found
+
+
+def _rows(table: NormTable, slices: Sequence[GradientSlice]) -> Rows:
+    """Returns what the rows of these slices are indexed by: a slice if they are all rows, in order, as nearly always.
+
+    To index by a list takes 40 times as long, most of it to make an array of it, and columns are indexed often.
+    """
+    rows = list(map(_ROW, slices))
+    return slice(None) if rows == table.every else np.array(rows)
 
 
 def _totals(slices: Sequence[GradientSlice]) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch
 from .edits import Edits
 
 Array = np.ndarray[Any, Any]
+Rows = slice | Array
 
 
 def fp32(number: float) -> float:
@@ -39,6 +40,7 @@ class NormTable:
     """The norms of the gradients of params whose slices have one dtype.
 
     Attributes:
+        every: all rows, in order.
         two, largest: 1D [rows] float64, as in :class:`Norms`.
         nonfinite: 1D [rows] int64, as in :class:`Norms`.
         known: 1D [rows] bool: False after clamping, an overflow, or a write to a lent tensor.
@@ -54,6 +56,7 @@ class NormTable:
         self.edits = Edits() if edits is None else edits
         self._dtype = dtype
         self._numels = np.array(numels, np.int64)
+        self.every = list(range(len(numels)))
 
     # Made in the first round, and not at binding, where params have moved already: an error would come too late. Test:
     # test_each_allocation_of_the_binding_fails_once in tests/step/test_allocations.py.
@@ -84,14 +87,14 @@ class NormTable:
         if norms is not None:
             self.two[row], self.largest[row], self.nonfinite[row] = norms.two, norms.largest, norms.nonfinite
 
-    def fill(self, rows: Sequence[int], two: Array, largest: Array, nonfinite: Array) -> None:
+    def fill(self, rows: Rows, two: Array, largest: Array, nonfinite: Array) -> None:
         """Sets the norms of new gradients; ``largest`` is rounded as the slices are."""
         is_rounded = self._dtype is torch.float32 and largest.dtype == np.float32  # nearly always
         self.two[rows], self.nonfinite[rows] = two, nonfinite
         self.largest[rows] = largest if is_rounded else self._rounded(largest)
         self.known[rows] = True
 
-    def multiply(self, rows: Sequence[int], factor: float) -> None:
+    def multiply(self, rows: Rows, factor: float) -> None:
         """Sets the norms to those after all elements were multiplied; unknown where finite elements overflowed."""
         factor = abs(fp32(factor))
         if factor < math.inf:
@@ -100,7 +103,7 @@ class NormTable:
         else:
             self._spoil(rows)
 
-    def divide(self, rows: Sequence[int], divisor: float) -> None:
+    def divide(self, rows: Rows, divisor: float) -> None:
         """Sets the norms to those after all elements were divided; unknown where finite elements overflowed."""
         divisor = abs(fp32(divisor))
         if divisor > 0:
@@ -108,25 +111,27 @@ class NormTable:
         else:
             self._spoil(rows)
 
-    def zero(self, rows: Sequence[int]) -> None:
+    def zero(self, rows: Rows) -> None:
         """Sets the norms to those of zeros."""
         self.two[rows], self.largest[rows], self.nonfinite[rows], self.known[rows] = 0.0, 0.0, 0, True
 
-    def forget(self, rows: Sequence[int]) -> None:
+    def forget(self, rows: Rows) -> None:
         """Norms are not known any more."""
         self.known[rows] = False
 
     def _rounded(self, numbers: Array) -> Array:
         """Rounds float64 to the nearest fp32 values, and those as the slices are; too large ones to infinity."""
-        # In torch, as NumPy warns of an overflow and has no bf16; torch rounds float64 to bf16 by way of fp32.
-        return torch.from_numpy(numbers.astype(np.float64)).to(self._dtype).double().numpy()
+        if self._dtype is not torch.float32:  # NumPy has no bf16; torch rounds float64 to it by way of fp32
+            return torch.from_numpy(numbers.astype(np.float64)).to(self._dtype).double().numpy()
+        with np.errstate(over="ignore"):
+            return numbers.astype(np.float32).astype(np.float64)
 
-    def _set(self, rows: Sequence[int], two: Array, largest: Array) -> None:
+    def _set(self, rows: Rows, two: Array, largest: Array) -> None:
         is_known = largest < np.inf  # else the number of elements that are infinite now is unknown
         self.known[rows] &= is_known
         self.two[rows] = np.where(is_known & (largest > 0), two, 0.0)
         self.largest[rows] = np.where(is_known, largest, 0.0)
 
-    def _spoil(self, rows: Sequence[int]) -> None:
+    def _spoil(self, rows: Rows) -> None:
         """All elements are Inf or NaN."""
         self.two[rows], self.largest[rows], self.nonfinite[rows] = 0.0, 0.0, self._numels[rows]
