@@ -16,7 +16,7 @@ import torch
 from .edits import Edits
 
 Array = np.ndarray[Any, Any]
-Rows = slice | Array
+Rows = slice | Array | list[int]
 
 
 def fp32(number: float) -> float:
