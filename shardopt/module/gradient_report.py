@@ -182,7 +182,7 @@ class Report:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """By param, the number of ranks on which a gradient arrived, of those that held an earlier one, of late ones."""
+        """By param, the number of ranks on which a gradient arrived, of those that held one before, of late ones."""
         # Lists: there is little to ask of them, and a call of NumPy costs more.
         present, held, late = self._params[:, _PRESENT:].T.tolist()
         return present, held, late
