@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 # Of each measured value, for each block: see ``BlockSums``.
 SUMS = ("mantissa", "exponent", "largest", "nonfinite")
 _NOISE = ("key", "other_key", "first_element", "phase")
-# Streams on the stack; states and their codes have those up to 29. One that shares the divisor's is only taken for an
+# Streams on the stack; states, params and codes have those up to 29. One that shares the divisor's is only taken for an
 # alias of it.
 _MEASURED, _DIVISOR = 30, 28
 
@@ -118,6 +118,7 @@ def step_source(spec: Spec, number: int) -> str:
     part = spec.passes[number]
     states = [state_of(spec, number, index) for index in range(len(spec.states))]
     once = ["in_wide_vectors()", *(line for each in states for line in each.once)]
+    once += param_lines(spec).once if part.writes_param else []
     once += [f"at_{value} = scratch_i32({BLOCK})" for value in part.measured]
     of_block = [
         f"s_{name} = load_f32(scalars, row * {len(part.scalars)} + {index}, TABLE)"
@@ -220,7 +221,7 @@ def _is_read(value: str, rule: list[str]) -> bool:
     return target != value or value in assigned
 
 
-def _loop_over(body: list[str]) -> list[str]:
+def _loop_over(body: Sequence[str]) -> list[str]:
     return ["for i in range(start, start + count):", *(f"    {line}" for line in body)]
 
 

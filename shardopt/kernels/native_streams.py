@@ -8,6 +8,7 @@ loop over pairs unpacks them before, or packs them afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .spec import Spec
 
 _PARAM, _MASTER, _FIRST_STATE = 1, 2, 3  # streams; the gradient is 0
-_CODES = 29  # the stream of codes on the stack
+_NEW_PARAM, _CODES = 27, 29  # streams on the stack: of new params, of codes
 _HALF = "i32(-2147483648)"  # of 32 bits
 
 
@@ -65,11 +66,16 @@ def pointers_of(spec: Spec) -> list[str]:
 
 
 class ParamLines(NamedTuple):
-    """The lines that load and store the value that is updated: param, master beside it, or halves of a master."""
+    """The lines that load and store the value that is updated: param, master beside it, or halves of a master.
+
+    A core begins the next elements while it waits for a division, as many as it has room for. What follows on the
+    quotient takes that room: in a loop of its own, AdamW's step takes a tenth less.
+    """
 
     loads: list[str]
     stores: list[str]
-    rounds: list[str]  # in a loop of its own, afterwards: what makes the param of its master
+    rounds: Sequence[str] = ()  # in a loop of its own, afterwards: what makes param, or halves, of the new value
+    once: Sequence[str] = ()  # before all blocks
 
 
 def param_lines(spec: Spec) -> ParamLines:
@@ -80,19 +86,18 @@ def param_lines(spec: Spec) -> ParamLines:
     assert spec.master is not None
     name = spec.master.name
     if spec.master is FP32:
-        # A core begins the next elements while it waits for a division, as many as it has room for. What follows on the
-        # quotient takes that room: in a loop of its own, AdamW's step takes a tenth less.
         load = f"param = load_f32(master_at, i, {_MASTER})"
         store = _stored("master_at", spec.master, _MASTER)
         return ParamLines([load], [store], [load, _stored("param_at", spec.param, _PARAM)])
     kind = {"split": "i16", "split24": "i8"}[name]
     load = f"param = join_{name}(load_u16(param_at, i, {_PARAM}), load_{kind}(master_at, i, {_MASTER}))"
-    stores = [
-        f"master_bits = rounded_{name}(param)",
+    rounds = [
+        f"master_bits = rounded_{name}(load_f32(param_new, i - start, {_NEW_PARAM}))",
         f"store_u16(param_at, i, upper_{name}(master_bits), {_PARAM})",
         f"store_{kind}(master_at, i, rest_{name}(master_bits), {_MASTER})",
     ]
-    return ParamLines([load], stores, [])
+    store = f"store_f32(param_new, i - start, param, {_NEW_PARAM})"
+    return ParamLines([load], [store], rounds, [f"param_new = scratch_i32({BLOCK})"])
 
 
 def following(spec: Spec) -> list[str]:
