@@ -22,7 +22,7 @@ SAYS = re.compile(
 # By file: calls that say something there and nothing elsewhere.
 SAYS_HERE = {
     "checkpoint/write.py": re.compile(r"^self\._(?:leave|wait)$"),
-    "partition/comm/group.py": re.compile(r"^self\.begin$"),
+    "partition/comm/group.py": re.compile(r"^self\.(?:begin|_finish)$"),
     "partition/comm/roll_call.py": re.compile(r"^end_waits$"),
 }
 

@@ -83,9 +83,9 @@ def waits_without_deadline() -> None:
     def watched(collective: Any) -> Any:
         return lambda *arguments, **keywords: Watched(collective(*arguments, **keywords), deadlines)
 
-    gather, scatter = all_gather._all_gather_single(), reduce_scatter_collective._reduce_scatter_single()
+    gather, scatter = all_gather.all_gather_single, reduce_scatter_collective._reduce_scatter_single()
     with (
-        patch.object(all_gather, "_all_gather_single", lambda: watched(gather)),
+        patch.object(all_gather, "all_gather_single", watched(gather)),
         patch.object(reduce_scatter_collective, "_reduce_scatter_single", lambda: watched(scatter)),
         collectives(),
     ):

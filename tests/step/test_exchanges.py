@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shardopt import ShardedAdamW, Tuning
 from shardopt.partition.comm.group import Ranks
+from tests.step.test_host_calls import calls
 from tests.support.ranks import Pool
 from tests.support.wire import Calls
 
@@ -61,9 +62,9 @@ def told_of_a_step() -> Found:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_exchanges_of_a_step(world: int, ranks: Pool) -> None:
-    for setting, (in_backward, in_step, calls) in ranks.run(told_of_a_step, world=world)[0].items():
+    for setting, (in_backward, in_step, of_groups) in ranks.run(told_of_a_step, world=world)[0].items():
         if world == 1:
-            assert not calls, setting
+            assert not of_groups, setting
             continue
         assert [kind for kind, _ in in_backward] == ["all-reduce"], setting
         (kind, nbytes), *waits = in_step
@@ -72,22 +73,29 @@ def test_exchanges_of_a_step(world: int, ranks: Pool) -> None:
         assert len(waits) <= (1 if stage == 3 else 2) and set(waits) <= {("exchange", FLAG)}, setting
 
 
-def calls_over_a_backend() -> dict[str, int]:
-    """Torch's calls in a third step, in which gloo's collectives are the device's."""
+def calls_over_a_backend(stage: int) -> tuple[dict[str, int], int]:
+    """Of torch's groups, and of all functions, in a fourth step, in which gloo's collectives are the device's."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     with patch.object(Ranks, "has_collectives", lambda ranks, _: ranks.size > 1):
-        opt = ShardedAdamW(model, lr=0.1, stage=2, tuning=Tuning(keep_below=0, neighbours=False))
-        for _ in range(3):
-            loss = model(torch.ones(2, 16)).sum()
-            with Calls() as calls:
-                loss.backward()
-                opt.step()
+        opt = ShardedAdamW(model, lr=0.1, stage=stage, tuning=Tuning(keep_below=0, neighbours=False))
+
+        def step() -> None:
+            model(torch.ones(2, 16)).sum().backward()
+            opt.step()
             opt.zero_grad()
+
+        step()
+        step()
+        with Calls() as of_groups:
+            step()
+        of_all = calls(step)
         opt.close()
-    return dict(calls.found)
+    return dict(of_groups.found), of_all
 
 
-def test_calls_do_not_grow_with_the_ranks(ranks: Pool) -> None:
-    two, three = (ranks.run(calls_over_a_backend, world=world)[0] for world in (2, 3))
-    assert two == three and "send" not in two and "recv_" not in two, (two, three)
-    assert two["alltoall_base_"] == 1, two  # the roll call
+@pytest.mark.parametrize("stage", [2, 3])
+def test_calls_do_not_grow_with_the_ranks(stage: int, ranks: Pool) -> None:
+    # By a power of two gradients are divided without rounding, as they are used.
+    two, four = (ranks.run(calls_over_a_backend, stage, world=world)[0] for world in (2, 4))
+    assert two == four and not {"send", "recv_"} & two[0].keys(), (two, four)
+    assert two[0]["alltoall_base_"] == 1, two  # the roll call

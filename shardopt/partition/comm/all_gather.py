@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ...errors import DisagreementError
 from ..streams import last_used
-from .group import Pending, as_bytes
+from .group import Pending, all_gather_single, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -259,7 +259,7 @@ def by_collectives(ranks: Ranks, phase: str) -> AllGather:
     def begin(window: Window) -> Callable[[], None]:
         nbytes = window.bytes.numel() // ranks.size
         own = window.bytes.narrow(0, ranks.rank * nbytes, nbytes)
-        work = _all_gather_single()(window.bytes, own, group=ranks.group, async_op=True)
+        work = all_gather_single(window.bytes, own, group=ranks.group, async_op=True)
         return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
     return AllGather(begin)
@@ -282,9 +282,3 @@ def by_batches(ranks: Ranks, members: Sequence[int], phase: str) -> AllGather:
         return partial(ranks.wait_on_stream, Pending(phase, works))
 
     return AllGather(begin)
-
-
-def _all_gather_single() -> Callable[..., Any]:
-    # Renamed in torch 2.13; the older name warns there.
-    newer = getattr(dist, "all_gather_single", None)
-    return newer if newer is not None else dist.all_gather_into_tensor

@@ -222,15 +222,18 @@ class Ranks:
             time.sleep(_PAUSE)
 
     def begin(
-        self, phase: str, collective: Callable[..., Any], tensor: Any, *arguments: Any, **keywords: Any
+        self, phase: str, collective: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **keywords: Any
     ) -> Pending:
-        """Starts a collective of a tensor, or of a list of tensors, over the group that carries it."""
+        """Starts a collective of a tensor over the group that carries it."""
         self.check_usable(phase)
         try:
-            group, _ = self._route((tensor[0] if isinstance(tensor, list) else tensor).device)
+            group, _ = self._route(tensor.device)
             return Pending(phase, (collective(tensor, *arguments, **keywords, group=group, async_op=True),))
         except RuntimeError as error:
             raise self._named(error, phase) from error
+
+    def _finish(self, phase: str, *collective: Any, **keywords: Any) -> None:
+        self.wait(self.begin(phase, *collective, **keywords))
 
     def exchange(self, row: Sequence[int], phase: str) -> list[list[int]]:
         """Collective: returns every rank's row of int64, by rank. Rows have one length; empty rows are a barrier."""
@@ -240,15 +243,17 @@ class Ranks:
         """Collective: sends this rank's row like :meth:`exchange`. Returns the call that waits for the others'."""
         if self.size == 1:
             return lambda: [list(row)]
-        mine = torch.tensor([len(row), *row], dtype=torch.int64)
-        rows = mine.new_empty((self.size, len(row) + 1))
-        pending = self.begin(phase, dist.all_gather, list(rows.unbind()), mine)
+        length = len(row)
+        mine = torch.tensor([length, *row], dtype=torch.int64)
+        rows = mine.new_empty(self.size * (length + 1))
+        # Into one tensor: torch looks at each of a list, which grows with the ranks.
+        pending = self.begin(phase, all_gather_single, rows, mine)
 
         def end() -> list[list[int]]:
             self.wait(pending)
-            found = rows.tolist()
-            lengths = [length for length, *_ in found]
-            if any(length != len(row) for length in lengths):
+            found = rows.view(self.size, -1).tolist()
+            lengths = [each for each, *_ in found]
+            if lengths.count(length) < self.size:
                 raise DisagreementError(
                     "run the same forwards, backwards and steps on every rank: the ranks are not at the same call, as "
                     f"{self.at(phase)}, they sent rows of {lengths} numbers."
@@ -271,16 +276,17 @@ class Ranks:
             )
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        others = [torch.empty_like(padded) for _ in range(self.size)]
-        self.wait(self.begin(phase, dist.all_gather, others, padded))
-        return [json.loads(bytes(other[:length].numpy())) for other, length in zip(others, lengths, strict=True)]
+        others = padded.new_empty(self.size * len(padded))
+        self._finish(phase, all_gather_single, others, padded)
+        pairs = zip(others.split(len(padded)), lengths, strict=True)
+        return [json.loads(bytes(other[:length].numpy())) for other, length in pairs]
 
     def all_reduce(self, vector: torch.Tensor, phase: str) -> None:
         """Collective: sums every rank's tensor over the ranks, in place."""
         if self.size == 1:
             return
         message = vector.to(self._route(vector.device)[1])
-        self.wait(self.begin(phase, dist.all_reduce, message))
+        self._finish(phase, dist.all_reduce, message)
         if message is not vector:
             vector.copy_(message)
 
@@ -329,7 +335,7 @@ class Ranks:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._route(tensor.device)[1]).contiguous()
-            self.wait(self.begin(phase, dist.broadcast, as_bytes(message), group_src=root))
+            self._finish(phase, dist.broadcast, as_bytes(message), group_src=root)
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
@@ -359,7 +365,7 @@ class Ranks:
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
         # Not by messages: NCCL makes a communicator, and keeps its buffers, for each pair of ranks that sends one.
         # Test: test_consolidating_sends_no_messages in tests/states/test_state_dict.py.
-        self.wait(self.begin(phase, dist.gather, own, parts, group_dst=to))
+        self._finish(phase, dist.gather, own, parts, group_dst=to)
         return parts
 
     def give_up(self, phase: str) -> None:
@@ -414,6 +420,13 @@ class Ranks:
             f"{found}. A peer died, left, or did not make the same call in time: every rank must call step(), "
             "save_checkpoint() and the like. Look at the other ranks' output for the first error."
         )
+
+
+def all_gather_single(*arguments: Any, **keywords: Any) -> Any:
+    """Torch's all-gather into one tensor."""
+    # Renamed in torch 2.13; the older name warns there.
+    newer = getattr(dist, "all_gather_single", None)
+    return (dist.all_gather_into_tensor if newer is None else newer)(*arguments, **keywords)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

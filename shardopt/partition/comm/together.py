@@ -12,8 +12,7 @@ numbers that are summed, gathered or sent anyway. So no message is sent for erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -69,20 +68,20 @@ def riding_on(exchange: Callable[[bool], Result]) -> Callable[[Exception | None]
     return tell
 
 
-@contextmanager
-def together(tell: Callable[[Exception | None], object]) -> Iterator[None]:
-    """Collective: raises at the end of the block on all ranks if the block raised on any.
-
-    Args:
-        tell: the exchange that brings the news to the other ranks, see :meth:`Relay.meet`.
+class together:
+    """A block, collective at its end: what it raises on any rank is raised on all of them there.
 
     Raises:
         Exception: what the block raised on this rank, else what ``tell`` makes of another rank's error.
     """
-    relay = Relay()
-    try:
-        yield
-    except Exception as error:
-        relay.problem = error
-    relay.meet(tell)
-    relay.check()
+
+    def __init__(self, tell: Callable[[Exception | None], object]):
+        """``tell``: the exchange that brings the news to the other ranks, see :meth:`Relay.meet`."""
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or isinstance(error, Exception):
+            self._tell(error)

@@ -310,5 +310,5 @@ class Gather:
 def barrier(ranks: Ranks, failed: bool, phase: str) -> None:
     """Collective: a barrier that raises CommunicationError on every rank if one failed."""
     reports = ranks.exchange([int(failed)], phase)
-    if any(each for (each,) in reports):
-        raise CommunicationError(f"while {phase}: rank {[each for (each,) in reports].index(1)} could not go on.")
+    if [1] in reports:
+        raise CommunicationError(f"while {phase}: rank {reports.index([1])} could not go on.")
