@@ -2,8 +2,8 @@
 
 Subnormals are kept, as on the GPU. Another library may have set the caller's thread to flush them to zero
 (``torch.set_flush_denormal``, code built with ``-ffast-math``), and then bits would depend on which thread took which
-block. So the threads are the pool's own. What one thread does is done by the caller's, after a check of its mode:
-another one would take longer to wake than short work takes to run.
+block. So the threads are the pool's own, and the caller's after a check of its mode: it begins at once, and ends alone
+what is short, where another one would still be waking.
 """
 
 import itertools
@@ -75,8 +75,10 @@ def _num_threads() -> int:
 
 
 def _run_in_turn(run: Callable[[int], None], count: int, num_threads: int) -> None:
-    """Calls ``run`` with 0 to ``count - 1``, on the pool's threads, or on this one where one is enough."""
-    if min(num_threads, count) <= 1 and _SUBNORMAL * np.float32(1) > 0:
+    """Calls ``run`` with 0 to ``count - 1``, on this thread, unless it flushes subnormals, and on the pool's."""
+    is_alike = bool(_SUBNORMAL * np.float32(1) > 0)
+    others = min(num_threads, count) - is_alike
+    if others <= 0:
         for number in range(count):
             run(number)
         return
@@ -89,12 +91,16 @@ def _run_in_turn(run: Callable[[int], None], count: int, num_threads: int) -> No
 
     tasks: list[Future[None]] = []
     try:
-        _start(tasks, work, min(num_threads, count), _pool(num_threads))
-        wait(tasks)
+        _start(tasks, work, others, _pool(num_threads))
+        if is_alike:
+            work()
+        else:
+            wait(tasks)
     finally:  # after Ctrl-C too: kernels hold addresses that the caller may free
         interrupted.set()
-        wait(tasks)
-    for task in tasks:
+        begun = [task for task in tasks if not task.cancel()]  # nothing is left for one that did not wake in time
+        wait(begun)
+    for task in begun:
         task.result()
 
 

@@ -9,8 +9,11 @@ import gc
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import llvmlite.binding
@@ -371,6 +374,62 @@ def test_one_thread_is_the_callers(threads: None, monkeypatch: pytest.MonkeyPatc
         ran.clear()
         pool.run_over_blocks(lambda first, last: ran.append((first, last)), num_blocks)
         assert [block for each in ran for block in range(*each)] == list(range(num_blocks))
+
+
+class Asleep:
+    """A pool whose threads never wake."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Future[None]] = []
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        self.tasks.append(Future())
+        return self.tasks[-1]
+
+
+def test_the_caller_does_not_wait_for_a_thread_to_wake(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = Asleep()
+    monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 2)
+    monkeypatch.setattr(pool, "_pool", lambda num_threads: asleep)
+    torch.set_num_threads(3)
+    ran: list[int] = []
+    pool.run_over_blocks(lambda first, last: ran.extend(range(first, last)), 100)
+    assert ran == list(range(100))
+    assert len(asleep.tasks) == 2 and all(task.cancelled() for task in asleep.tasks)
+
+
+def _note_thread(ran: list[int], first: int, last: int) -> None:
+    ran.append(threading.get_ident())
+
+
+def test_a_caller_that_flushes_subnormals_does_nothing(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 2)
+    assert torch.set_flush_denormal(True)
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        ran: list[int] = []
+        pool.run_over_blocks(partial(_note_thread, ran), 100)
+        assert ran and threading.get_ident() not in ran
+
+
+def test_an_error_of_any_thread_is_raised_when_all_have_stopped(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's, while another still runs a kernel; and another's."""
+    monkeypatch.setattr(pool, "BLOCKS_PER_RANGE", 2)
+    torch.set_num_threads(2)
+    caller = threading.get_ident()
+    for of_caller in (True, False):
+        ends, began = list[str](), threading.Barrier(2)
+
+        def run(first: int, last: int, of_caller: bool = of_caller, ends: Any = ends, began: Any = began) -> None:
+            began.wait(60)  # both threads are in a kernel
+            if (threading.get_ident() == caller) == of_caller:
+                raise ArithmeticError("of a kernel")
+            time.sleep(0.1)
+            ends.append("late")
+
+        with pytest.raises(ArithmeticError, match="of a kernel"):
+            pool.run_over_blocks(run, 4)
+        assert ends == ["late"]
 
 
 # -- what is compiled --------------------------------------------------------------------------------------------------
