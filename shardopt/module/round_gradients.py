@@ -146,7 +146,8 @@ class RoundGradients:
             self._buckets[shard.number] = bucket = Arrivals(taker, shard, some, numbers)
             self._hooks += bucket.attach()
             is_early = self.release is not None or shard.gradient_sum.is_on_host
-            self._totals.add(shard, numbers[[piece.param for piece in shard.pieces]], is_early)
+            params = numbers[[piece.param for piece in shard.pieces]]
+            self._totals.add(shard, params, is_early, self.reducer.waits_for_messages)
         mesh = self.domain.mesh
         where = [(entry.shard.bucket.layout, entry.index) for entry in self.entries]
         self.layout = ReportLayout(where, mesh.shard.rank, mesh.world.size)
@@ -286,6 +287,9 @@ class RoundGradients:
         """
         reducer, held = self.reducer, self._deliver_rest()
         try:
+            if self._totals.has_large and problem is None:
+                reducer.start_rest()
+                problem = self._measure_meanwhile()
             reducer.finish()
         except Exception as error:
             if not reducer.is_reduced:
@@ -301,6 +305,14 @@ class RoundGradients:
                 flags[2, bucket.numbers_of(late_ones)] = True
         self._flags = flags
         return self._report(problem, is_spoilt)
+
+    def _measure_meanwhile(self) -> Exception | None:
+        """Measures sums that are whole. Returns the error, which the other ranks are told where they meet this one."""
+        try:
+            self._totals.measure_meanwhile(self.reducer.has_summed, self._divisor)
+        except Exception as error:
+            return error
+        return None
 
     def _deliver_rest(self) -> list[int]:
         """Delivers the gradients of no_sync() that this backward did not touch.

@@ -168,6 +168,15 @@ class Reducer:
         return any(each.on_stream for each in self._mechanisms)
 
     @property
+    def waits_for_messages(self) -> bool:
+        """True if the host waits for messages of the last buckets, while the sums of others are whole."""
+        return self._reduce_scatter.by_messages and not self._spreads
+
+    def has_summed(self, number: int) -> bool:
+        """True if the sum of bucket ``number`` is whole, and this round adds nothing more to it but what comes late."""
+        return self._filling[number].started and all(each.number != number for each in self._reducing.values())
+
+    @property
     def has_started(self) -> bool:
         """True if a reduction of this round, or of the last one, was started on this rank.
 
@@ -422,16 +431,24 @@ class Reducer:
             if bucket.sink.is_on_host:
                 bucket.sink.wait_for_copies()
 
+    def start_rest(self) -> None:
+        """Starts the reductions of all remaining buckets.
+
+        Raises:
+            CommunicationError: a rank abandoned the round.
+        """
+        if self._left is not None:
+            raise self._left
+        while self._started < len(self._round_order):
+            self._start(self._round_order[self._started])
+
     def finish(self) -> None:
         """Reduces all remaining buckets and waits until every rank's sums are whole.
 
         Raises:
             CommunicationError: a rank died, is late, or abandoned the round.
         """
-        if self._left is not None:
-            raise self._left
-        while self._started < len(self._round_order):
-            self._start(self._round_order[self._started])
+        self.start_rest()
         ended = self._reduce_scatter.finish()
         self.is_reduced = not self._spreads  # else the other ranks wait for that first
         self._recycle(ended)

@@ -1,7 +1,8 @@
 """What ranks tell each other at the end of a backward: one sum over ranks has every param's sums, maximum and facts."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,9 @@ from shardopt import CommunicationError, ShardedSGD, ShardoptError, Tuning
 from shardopt.domain.shard import Shard
 from shardopt.kernels import native_backend
 from shardopt.kernels.reductions import COLUMNS, LARGEST, LIMBS, NONFINITE, norms_of_limbs
+from shardopt.module import gradient_totals
 from shardopt.module.gradient_report import Report, ReportLayout
+from shardopt.partition.comm.reduce_scatter_p2p import P2PReduceScatter
 from shardopt.partition.layout import BLOCK, BucketLayout
 from tests.support.ranks import Pool
 from tests.support.training import raises
@@ -180,7 +183,94 @@ def test_params_that_come_later_move_the_places(ranks: Pool) -> None:
     ranks.run(params_that_come_later_move_the_places, world=2)
 
 
+class Several(nn.Module):
+    """Each weight has a bucket of its own; the gradient of the last one is there first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(Parameter(torch.ones(4 * BLOCK)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x.sum()
+
+
+@contextmanager
+def measuring_alone(come: bool) -> Iterator[None]:
+    """All sums count as large; messages are taken for such that have come, which a wait makes true, or never."""
+    has_come = patch.object(P2PReduceScatter, "_has_come", lambda *_: come)
+    with patch.object(gradient_totals, "MEASURED_ALONE", 1), has_come:
+        yield
+
+
+def reports_take_what_was_measured_once(opt: Any) -> None:
+    """Late gradients change sums between two reports of one backward."""
+    gradients = opt.engine.takeover.rounds.main
+    gradients._totals.measure_meanwhile(lambda _: True, 1)
+    for _ in range(2):
+        report = Report(gradients.layout)
+        gradients._totals.add_to(report.vector, gradients.layout, 1)
+        slices = [entry.gradient_slice.total for entry in gradients.entries]
+        expected = torch.tensor([float(each.double().norm()) for each in slices], dtype=torch.float64)
+        assert expected.all()
+        assert torch.allclose(torch.from_numpy(norms_of_limbs(report.limbs)), expected, rtol=1e-6)
+        for each in slices:
+            each.mul_(2.0)
+
+
+def large_sums_are_measured_while_others_travel() -> None:
+    seen: list[str] = []
+    add_totals, finish = native_backend.add_totals, P2PReduceScatter.finish
+
+    def measure(*arguments: Any) -> None:
+        seen.append("measure")
+        add_totals(*arguments)
+
+    def wait(self: P2PReduceScatter) -> Any:
+        seen.append("wait")
+        return finish(self)
+
+    found = []
+    for come in (None, False, True):
+        model, norms = Several(), []
+        tuning = Tuning(neighbours=False, bucket_bytes=4 * BLOCK, keep_below=0)
+        with nullcontext() if come is None else measuring_alone(come):
+            opt = ShardedSGD(model, lr=0.1, stage=2, tuning=tuning)
+            for turn in range(4):
+                if turn != 2:  # else it adds to the sums
+                    opt.zero_grad()
+                seen.clear()
+                with patch.object(native_backend, "add_totals", measure), patch.object(P2PReduceScatter, "finish", wait):
+                    model(torch.arange(4.0 * BLOCK) / BLOCK + turn + dist.get_rank()).backward()
+                expected = {None: ["wait", "measure"], False: ["wait"] + 3 * ["measure"]}
+                assert seen == expected.get(come, 3 * ["measure"] + ["wait"]), (come, turn)
+                norms += [float(torch.linalg.vector_norm(weight.grad)) for weight in model.weights]
+                if turn == 1:
+                    for weight in model.weights:  # what was measured no longer holds
+                        weight.grad *= 0.5
+                opt.step()
+            if come:
+                reports_take_what_was_measured_once(opt)
+        opt.close()
+        found.append(norms)
+    assert found[0] == found[1] == found[2]
+
+
+def test_large_sums_are_measured_while_others_travel(ranks: Pool) -> None:
+    ranks.run(large_sums_are_measured_while_others_travel, world=2)
+
+
 # -- one rank fails ----------------------------------------------------------------------------------------------------
+
+
+def one_rank_cannot_sum_up_meanwhile() -> None:
+    with measuring_alone(come=True):
+        one_rank_cannot_sum_up(2, neighbours=False)
+
+
+def test_one_rank_cannot_sum_up_meanwhile(ranks: Pool) -> None:
+    ranks.run(one_rank_cannot_sum_up_meanwhile, world=2)
 
 
 def one_rank_cannot_sum_up(stage: int, neighbours: bool) -> None:

@@ -144,10 +144,12 @@ class ReduceScatter(Protocol):
     Attributes:
         notifies_peers: True if ranks that wait for a rank that abandons the round notice it at once.
         on_stream: True if the current stream waits for the sums and the host does not.
+        by_messages: True if the host waits for messages, and may do something else meanwhile.
     """
 
     notifies_peers: bool = False
     on_stream: bool = False
+    by_messages: bool = False
 
     def share(self, dtype: torch.dtype) -> float:
         """Returns the factor by which gradients in buffers of this dtype are multiplied before ``start``.

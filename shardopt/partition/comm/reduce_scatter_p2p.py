@@ -28,6 +28,8 @@ class P2PReduceScatter(ReduceScatter):
     Peers of a rank that abandons a round are not notified; their wait times out.
     """
 
+    by_messages = True
+
     def __init__(self, ranks: Ranks | SomeRanks, traffic: Traffic, number: int):
         self._ranks, self._traffic, self._number = ranks, traffic, number
         self._reductions: deque[tuple[Reduction, list[torch.Tensor], list[torch.Tensor], Pending]] = deque()
