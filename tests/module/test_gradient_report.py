@@ -241,7 +241,10 @@ def large_sums_are_measured_while_others_travel() -> None:
                 if turn != 2:  # else it adds to the sums
                     opt.zero_grad()
                 seen.clear()
-                with patch.object(native_backend, "add_totals", measure), patch.object(P2PReduceScatter, "finish", wait):
+                with (
+                    patch.object(native_backend, "add_totals", measure),
+                    patch.object(P2PReduceScatter, "finish", wait),
+                ):
                     model(torch.arange(4.0 * BLOCK) / BLOCK + turn + dist.get_rank()).backward()
                 expected = {None: ["wait", "measure"], False: ["wait"] + 3 * ["measure"]}
                 assert seen == expected.get(come, 3 * ["measure"] + ["wait"]), (come, turn)
