@@ -57,10 +57,11 @@ def wait_of(thread: int, groups: Sequence[dist.ProcessGroup]) -> Wait | None:
     """Returns what a thread of this process waits for; None if it waits for no rank of these groups."""
     waits = WAITS.get(thread)
     if waits is not None:
-        group, tag, phase = waits
+        group, tag, phase, number = waits
         if group not in groups:
             return None
-        number = book_of(group).collectives if tag is None else book_of(group).counts[tag]
+        if number is None:
+            number = book_of(group).collectives if tag is None else book_of(group).counts[tag]
         return Wait(groups.index(group), tag, number, phase)
     frame = sys._current_frames().get(thread)
     while frame is not None:
@@ -175,7 +176,8 @@ class Apart:
         group = self._groups[int(place)]
         book, wait = book_of(group), wait_of(self._trainer() or threading.main_thread().ident or 0, self._groups)
         if wait is not None and wait.tag is not None:  # with what this rank completed and did not run
-            wait = wait._replace(number=book_of(self._groups[wait.group]).begun_with(wait.tag, rank))
+            completed = book_of(self._groups[wait.group]).completed[wait.tag, rank]
+            wait = wait._replace(number=wait.number + completed)
         lacking = [each for each in gathers if book.begun_with(each[0], rank) < each[1]]
         if "where" in request:
             return [not lacking, wait]

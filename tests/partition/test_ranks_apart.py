@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardopt import CommunicationError, DisagreementError, ShardedSGD, ShardoptError
+from shardopt import CommunicationError, DisagreementError, Offload, ShardedSGD, ShardoptError
 from shardopt.units.unit_orders import UnitOrders
 from tests.partition.test_collective_wire import collectives
 from tests.support.absence import LATER, SOON, in_no_hurry
@@ -80,7 +80,7 @@ def test_a_rank_that_skips_a_unit_joins_its_gather(ranks: Pool) -> None:
         ranks.run(drops_layers, kind, world=2)
 
 
-def uses_new_units(folder: str | None, options: dict[str, Any], tuning: dict[str, Any]) -> None:
+def uses_new_units(offload: Any, options: dict[str, Any], tuning: dict[str, Any]) -> None:
     """No rank uses blocks 0 and 2 at first. Then some do, others do not: in turn, and the same one twice."""
     rank = dist.get_rank()
     ways = [(1, 3)] * 2 + [(0, 1, 3) if rank == 0 else (1, 3)] + [(1, 2, 2, 3) if rank else (0, 1)] * 2 + [(1, 3)]
@@ -90,9 +90,9 @@ def uses_new_units(folder: str | None, options: dict[str, Any], tuning: dict[str
     for adopt in (lambda *_: None, UnitOrders.adopt):  # the first keeps all units in the schedule
         model = Drops()
         model.load_state_dict(whole.state_dict())
-        found = small(neighbours=False, live_bytes=None, timeout=120, **tuning)
+        found = small(**{"neighbours": False, "live_bytes": None, "timeout": 120, **tuning})
         group = dist.new_group()
-        opt = ShardedSGD(model, **RATES, stage=3, process_group=group, tuning=found, offload=folder, **options)
+        opt = ShardedSGD(model, **RATES, stage=3, process_group=group, tuning=found, offload=offload, **options)
         opt.bind()
         # One that comes later answers for its own units alone.
         other = ShardedSGD(Drops(), **RATES, stage=3, process_group=group, tuning=found)
@@ -110,6 +110,12 @@ def test_a_unit_that_is_new_to_the_schedule_is_used_by_some_ranks(ranks: Pool, t
     ranks.run(uses_new_units, str(tmp_path), {}, {"prefetch": 0}, world=2)
     ranks.run(uses_new_units, None, {"gather_dtype": "int8"}, {"reshard_after_forward": False}, world=2)
     ranks.run(uses_new_units, None, {"gather_dtype": "int8"}, {"reshard_after_forward": 2}, world=4)
+
+
+def test_a_new_unit_travels_beside_sums_in_memory(ranks: Pool) -> None:
+    """Ranks that read each other's sums wait at a board in memory, and say so to who asks."""
+    ranks.run(uses_new_units, None, {"gather_dtype": "int8"}, {"neighbours": True}, world=3)
+    ranks.run(uses_new_units, Offload(params="cpu"), {}, {"neighbours": True}, world=2)
 
 
 class Tied(nn.Module):

@@ -65,7 +65,7 @@ class HostGather:
         self._fill(begun)
         assert self._ranks.group is not None
         # What this thread waits for tells ranks that run apart, although another one meets the others.
-        with waiting(host_group(self._ranks.group), pending.tag, self._phase, None):
+        with waiting(host_group(self._ranks.group), pending.tag, self._phase):
             here.result()
 
     def _fill(self, begun: Sequence[Begun]) -> None:

@@ -146,7 +146,7 @@ class Ranks:
         self.check_usable(pending.phase)
         try:
             if group is not None:
-                WAITS[thread] = group, pending.tag, pending.phase
+                WAITS[thread] = group, pending.tag, pending.phase, None
             for work, peer in itertools.zip_longest(pending.works, pending.peers):
                 if deadline is None or group is None:
                     work.wait()

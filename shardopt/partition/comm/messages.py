@@ -92,6 +92,7 @@ class Book:
         self.asking: dict[int, AskingGather] = {}
         self.inquirers: list[Callable[[AskingGather], bool]] = []
         self.messages = 0  # sent and received
+        self.boards = 0  # notice boards in memory: what a rank shows there counts by tags below 0
 
     @property
     def collectives(self) -> int:
@@ -113,18 +114,23 @@ class Book:
 
 
 _BOOKS: weakref.WeakKeyDictionary[dist.ProcessGroup, Book] = weakref.WeakKeyDictionary()
-# By thread: the group in which it waits, the tag of the message (None: a collective), and what it is for.
-WAITS: dict[int, tuple[dist.ProcessGroup, int | None, str]] = {}
+# By thread: the group in which it waits, the tag of the message (None: a collective), what it is for, and how many
+# of this tag the others must have begun (None: as many as this rank has).
+WAITS: dict[int, tuple[dist.ProcessGroup, int | None, str, int | None]] = {}
 
 
 @contextmanager
 def waiting(
-    group: dist.ProcessGroup | None, tag: int | None, phase: str, asking: AskingGather | None
+    group: dist.ProcessGroup | None,
+    tag: int | None,
+    phase: str,
+    asking: AskingGather | None = None,
+    number: int | None = None,
 ) -> Iterator[None]:
     """A context in which this thread waits for other ranks."""
     thread = threading.get_ident()
     if group is not None:
-        WAITS[thread] = group, tag, phase
+        WAITS[thread] = group, tag, phase, number
     try:
         yield
     finally:

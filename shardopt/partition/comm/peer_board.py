@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,9 @@ import torch
 
 from ...errors import CommunicationError
 from .ended import ended_ranks
+from .host_group import host_group
 from .left import error_of, kind_of
+from .messages import book_of, waiting
 
 if TYPE_CHECKING:
     from .group import Ranks
@@ -80,6 +82,26 @@ class Notice(NamedTuple):
     addresses: Sequence[int]
 
 
+class Reached(NamedTuple):
+    """A point of an attempt: a rank has reached it once a number on its board is above ``position``."""
+
+    where: int
+    position: int
+
+    @staticmethod
+    def filled(position: int) -> Reached:
+        """Its buffer of this position may be read."""
+        return Reached(_FILLED, position)
+
+    @staticmethod
+    def consumed(position: int) -> Reached:
+        """It has read the buffers of this position."""
+        return Reached(_CONSUMED, position)
+
+    def __call__(self, notice: Notice) -> bool:
+        return (notice.filled if self.where == _FILLED else notice.consumed) > self.position
+
+
 class PeerBoard:
     """This rank's board, and reads of the other ranks' boards.
 
@@ -93,6 +115,11 @@ class PeerBoard:
         self.members = tuple(range(ranks.size) if members is None else members)
         self._own = np.zeros(_FIRST_ADDRESS + MAX_ADDRESSES, dtype=np.int64)
         self._own[_AT] = -1
+        assert ranks.group is not None
+        self._group = host_group(ranks.group)
+        self._book = book_of(self._group)
+        self._book.boards += 1
+        self._tag = -self._book.boards * _FIRST_ADDRESS
         self.closure = 0  # the closure that runs now, counted from 1 and the same on all ranks; 0: none
         self._fence = threading.Lock()
         where = ranks.exchange([self._own.ctypes.data], "exchanging notice boards")
@@ -129,14 +156,26 @@ class PeerBoard:
     def _go_to(self, at: int) -> None:
         self._own[_FILLED] = self._own[_CONSUMED] = 0
         self._publish(_AT, at)
+        for where in (_FILLED, _CONSUMED):
+            self._note(where, 0)
 
     def mark_filled(self, position: int, address: int) -> None:
         """Lets peers read the buffer of this position, at ``address``, until all ranks have read it."""
         self._own[_FIRST_ADDRESS + position % MAX_ADDRESSES] = address
         self._publish(_FILLED, position + 1)
+        self._note(_FILLED, position + 1)
 
     def mark_consumed(self, position: int) -> None:
         self._publish(_CONSUMED, position + 1)
+        self._note(_CONSUMED, position + 1)
+
+    def _note(self, where: int, value: int) -> None:
+        """Notes for ranks that run apart how far this rank has come."""
+        self._book.counts[self._tag + where] = self._count(value)
+
+    def _count(self, value: int) -> int:
+        """Returns a number on the board as one that grows from attempt to attempt."""
+        return (int(self._own[_AT]) << 32) + value
 
     def _publish(self, where: int, value: int) -> None:
         # A release fence: no earlier store may become visible after this one. The release of a lock keeps earlier
@@ -164,7 +203,7 @@ class PeerBoard:
         at, missed, kind, failed, filled, consumed, *addresses = self._numbers.tolist()
         return Notice(at, missed, kind, failed, filled, consumed, addresses)
 
-    def ready(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice | None:
+    def ready(self, rank: int, reached: Reached, phase: str) -> Notice | None:
         """Returns the rank's notice if it has reached the point; None if it is still on the way.
 
         Raises:
@@ -191,12 +230,19 @@ class PeerBoard:
             )
         return notice if reached(notice) else None
 
-    def wait(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> Notice:
+    def wait(self, rank: int, reached: Reached, phase: str) -> Notice:
         """Waits until the rank has reached the point; returns its notice.
 
         Raises:
             CommunicationError: as ``ready``, or the rank is late, or any rank died.
         """
+        notice = self.ready(rank, reached, phase)
+        if notice is not None:
+            return notice
+        with waiting(self._group, self._tag + reached.where, phase, number=self._count(reached.position + 1)):
+            return self._wait(rank, reached, phase)
+
+    def _wait(self, rank: int, reached: Reached, phase: str) -> Notice:
         backoff = Backoff(self._ranks.seconds, self._ranks)
         while (notice := self.ready(rank, reached, phase)) is None:
             if backoff.reads % _READS_BEFORE_ALL == _READS_WITHOUT_PAUSE:
@@ -215,7 +261,7 @@ class PeerBoard:
                 )
         return notice
 
-    def _check_comes(self, rank: int, reached: Callable[[Notice], bool], phase: str) -> None:
+    def _check_comes(self, rank: int, reached: Reached, phase: str) -> None:
         """Raises CommunicationError if the rank's process ends before the point: its board does not change any more."""
         if rank in ended_ranks(self._ranks.group) and self.ready(rank, reached, phase) is None:
             self._own[_MISSED] = rank + 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .peer_board import MAX_ADDRESSES, Backoff
+from .peer_board import MAX_ADDRESSES, Backoff, Reached
 from .reduce_scatter import CHUNK, PHASE, ReduceScatter, in_chunks, sum_into
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class PeerReduceScatter(ReduceScatter):
         """Waits until every rank is here: what follows goes by messages, which cannot be taken back."""
         self._board.mark_consumed(self._first)  # counts as one more reduction
         for rank in self._others:
-            self._board.wait(rank, lambda notice: notice.consumed > self._first, PHASE)
+            self._board.wait(rank, Reached.consumed(self._first), PHASE)
         self._first += 1
         self._summed = self._published = self._first
 
@@ -105,8 +105,7 @@ class PeerReduceScatter(ReduceScatter):
             position, read = self._first, self._board.wait if self._first < end else self._board.ready
             # A reduction has ended once every rank has read its slice of the buffer.
             if self._summed <= position or not all(
-                read(rank, lambda notice: notice.consumed > position, PHASE)  # noqa: B023
-                for rank in self._others
+                read(rank, Reached.consumed(position), PHASE) for rank in self._others
             ):
                 break
             ended.append(self._reductions.popleft())
@@ -118,7 +117,7 @@ class PeerReduceScatter(ReduceScatter):
         """Sums a reduction; returns False if ``read``, a method of the board, finds that a buffer is not filled yet."""
         addresses = {}
         for rank in self._others:
-            notice = read(rank, lambda notice: notice.filled > position, PHASE)
+            notice = read(rank, Reached.filled(position), PHASE)
             if notice is None:
                 return False
             addresses[rank] = notice.addresses[position % MAX_ADDRESSES]
