@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardopt import CommunicationError, DisagreementError, Offload, ShardedSGD, ShardoptError
 from shardopt.units.unit_orders import UnitOrders
@@ -80,7 +81,7 @@ def test_a_rank_that_skips_a_unit_joins_its_gather(ranks: Pool) -> None:
         ranks.run(drops_layers, kind, world=2)
 
 
-def uses_new_units(offload: Any, options: dict[str, Any], tuning: dict[str, Any]) -> None:
+def uses_new_units(offload: Any, options: dict[str, Any], tuning: dict[str, Any], copies: int = 1) -> None:
     """No rank uses blocks 0 and 2 at first. Then some do, others do not: in turn, and the same one twice."""
     rank = dist.get_rank()
     ways = [(1, 3)] * 2 + [(0, 1, 3) if rank == 0 else (1, 3)] + [(1, 2, 2, 3) if rank else (0, 1)] * 2 + [(1, 3)]
@@ -91,7 +92,9 @@ def uses_new_units(offload: Any, options: dict[str, Any], tuning: dict[str, Any]
         model = Drops()
         model.load_state_dict(whole.state_dict())
         found = small(**{"neighbours": False, "live_bytes": None, "timeout": 120, **tuning})
-        group = dist.new_group()
+        group: Any = dist.new_group()
+        if copies > 1:
+            group = init_device_mesh("cpu", (copies, dist.get_world_size() // copies))
         opt = ShardedSGD(model, **RATES, stage=3, process_group=group, tuning=found, offload=offload, **options)
         opt.bind()
         # One that comes later answers for its own units alone.
@@ -110,6 +113,7 @@ def test_a_unit_that_is_new_to_the_schedule_is_used_by_some_ranks(ranks: Pool, t
     ranks.run(uses_new_units, str(tmp_path), {}, {"prefetch": 0}, world=2)
     ranks.run(uses_new_units, None, {"gather_dtype": "int8"}, {"reshard_after_forward": False}, world=2)
     ranks.run(uses_new_units, None, {"gather_dtype": "int8"}, {"reshard_after_forward": 2}, world=4)
+    ranks.run(uses_new_units, None, {}, {}, 2, world=4)
 
 
 def test_a_new_unit_travels_beside_sums_in_memory(ranks: Pool) -> None:
