@@ -186,6 +186,7 @@ def _offloaded(title: str, offload: str) -> Offer:
 BY_MESSAGES = shardopt.Tuning(neighbours=False)
 BY_HOST = shardopt.Tuning(by_host=True)
 LATE = shardopt.Tuning(overlap_gather=True)
+EARLY = shardopt.Offload(early_bytes=1 << 30)
 NEAR = shardopt.Tuning(reshard_after_forward="host")
 LATE_BY_MESSAGES = shardopt.Tuning(neighbours=False, overlap_gather=True)
 INT8: dict[str, Any] = {"reduce_dtype": "int8", "gather_dtype": "int8"}
@@ -219,6 +220,7 @@ ENGINES = {
     "alone": Offer("no exchange: each rank by itself", make_alone, has_masters=False, is_extra=True),
     "small": _extra("shardopt stage 1, split24 masters, int8 states", 1, **SMALL),
     "small-released": _extra("the same, gradients released", 1, **SMALL, release_gradients=True),
+    "module-2-early": _extra("shardopt stage 2, updates while backward goes on", 2, wrapped=True, offload=EARLY),
     "module-2-cpu": _offloaded("shardopt stage 2, states offloaded to host memory", "cpu"),
     "module-2-disk": _offloaded("shardopt stage 2, states offloaded to disk", "disk"),
     "deepspeed-2-offload": Offer(

@@ -444,8 +444,8 @@ class Update:
             arriving = [shard for shard in self.shards if shard in self._updated]
             if domain.overlap_gather(gather, arriving):
                 return
-        if gather is not None:  # else there is no other rank, or all know of an error
-            with domain.clock.phase("gather"):
+        with domain.clock.phase("gather"):
+            if gather is not None:  # else there is no other rank, or all know of an error
                 relay.meet(riding_on(gather.finish))
         problem = relay.problem
         if problem is None:

@@ -123,7 +123,7 @@ class NormTable:
         """Rounds float64 to the nearest fp32 values, and those as the slices are; too large ones to infinity."""
         if self._dtype is not torch.float32:  # NumPy has no bf16; torch rounds float64 to it by way of fp32
             return torch.from_numpy(numbers.astype(np.float64)).to(self._dtype).double().numpy()
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return numbers.astype(np.float32).astype(np.float64)
 
     def _set(self, rows: Rows, two: Array, largest: Array) -> None:

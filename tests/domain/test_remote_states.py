@@ -171,9 +171,12 @@ def test_the_stream_is_of_no_pool_of_nccl(greatest: int, takes_priority: bool, p
 
 
 def test_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group(SimpleNamespace):
+        __hash__ = object.__hash__  # a key
+
     def takes(options: Any) -> bool:
         backend = SimpleNamespace(options=options)
-        group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, _get_backend=lambda _: backend)
+        group: Any = Group(size=lambda: 2, rank=lambda: 0, _get_backend=lambda _: backend)
         return Ranks(group, None).takes_priority(GPU)
 
     assert not dist.is_initialized() and not Ranks(None, None).takes_priority(GPU)

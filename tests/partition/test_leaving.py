@@ -247,6 +247,42 @@ def test_a_rank_that_dies_is_named_among_others(ranks: Pool, tmp_path: Path) -> 
     ranks.run(names_who_is_gone, str(tmp_path), world=3, doomed=[ODD])
 
 
+def names_no_silent_rank_itself(folder: str) -> None:
+    """Roll calls that nobody else comes to keep all of gloo's threads: what this rank tells has not left it yet."""
+    rank, moments = dist.get_rank(), Moments(folder)
+    roll_call = RollCall(Ranks(dist.new_group(), timedelta(seconds=0.5)), "a test")
+    if rank == ODD:
+        moments.wait("rank 0 has heard")
+        return
+    for status in (RankStatus.LEFT, RankStatus.LEFT, RankStatus.ISSUED):
+        roll_call.send(status)
+    error = outcome(roll_call.wait_for_all)
+    moments.say("rank 0 has heard")
+    assert isinstance(error, CommunicationError) and f"a test (with rank {ODD}), on" in str(error), error
+
+
+def test_a_rank_does_not_name_itself(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(names_no_silent_rank_itself, str(tmp_path), world=2)
+
+
+def tells_rounds_apart() -> None:
+    """Two optimizers of one group: a rank leaves a round of the first, which the other has behind it."""
+    ranks = Ranks(dist.new_group(), None)
+    first, second = RollCall(ranks, "the first"), RollCall(ranks, "the second")
+    if dist.get_rank() == ODD:
+        first.send(RankStatus.LEFT)
+        return
+    second.send(RankStatus.ISSUED)
+    with pytest.raises(CommunicationError, match=f"rank {ODD} is in another round"):
+        second.wait_for_all()
+    with pytest.raises(CommunicationError, match="in another round while the second"):
+        ranks.exchange([], "a test")
+
+
+def test_a_status_counts_in_its_own_round_alone(ranks: Pool) -> None:
+    ranks.run(tells_rounds_apart, world=2)
+
+
 SCRIPT = """
 import sys
 from datetime import timedelta

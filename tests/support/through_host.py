@@ -57,7 +57,7 @@ def by_copies(ranks: Ranks, phase: str) -> AllGather:
 class StagedReduceScatter:
     """Sums copies in host memory."""
 
-    notifies_peers = on_stream = False
+    notifies_peers = on_stream = by_messages = False
 
     def __init__(self, ranks: Ranks, traffic: Traffic, number: int):
         self._messages = P2PReduceScatter(ranks, traffic, number)

@@ -50,7 +50,7 @@ class Pending(NamedTuple):
     phase: str
     works: tuple[Any, ...]
     peers: tuple[int, ...] = ()  # by work: its rank, if each work is with one rank
-    is_on_host: bool = False  # messages of host memory, which gloo carries
+    is_on_host: bool = False  # of host memory
     tag: int | None = None  # of messages
     asking: AskingGather | None = None  # by these messages
 
@@ -143,8 +143,8 @@ class Ranks:
         if deadline is None and limit is not None and (limit.total_seconds() < self.seconds or pending.asking):
             deadline = min(limit, timedelta(seconds=self.seconds))
         group, thread, peer = self.host if pending.is_on_host else self.group, threading.get_ident(), None
-        self.check_usable(pending.phase)
         try:
+            self.check_usable(pending.phase)
             if group is not None:
                 WAITS[thread] = group, pending.tag, pending.phase, None
             for work, peer in itertools.zip_longest(pending.works, pending.peers):
@@ -154,6 +154,8 @@ class Ranks:
                     wait_for_message(work, deadline, group, peer, pending.asking)
                 else:
                     wait_for_collective(work, deadline, group)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise self._named(error, pending.phase, *(absent() if peer is None else [peer])) from error
         finally:
@@ -227,8 +229,9 @@ class Ranks:
         """Starts a collective of a tensor over the group that carries it."""
         self.check_usable(phase)
         try:
-            group, _ = self._route(tensor.device)
-            return Pending(phase, (collective(tensor, *arguments, **keywords, group=group, async_op=True),))
+            group, device = self._route(tensor.device)
+            work = collective(tensor, *arguments, **keywords, group=group, async_op=True)
+            return Pending(phase, (work,), is_on_host=device.type == "cpu")
         except RuntimeError as error:
             raise self._named(error, phase) from error
 

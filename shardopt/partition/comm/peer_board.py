@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -120,6 +121,10 @@ class PeerBoard:
         self._book = book_of(self._group)
         self._book.boards += 1
         self._tag = -self._book.boards * _FIRST_ADDRESS
+        # With the board goes what is noted of it, else each closed optimizer would leave two numbers to the group.
+        forget = self._book.counts.pop
+        for where in (_FILLED, _CONSUMED):
+            weakref.finalize(self, forget, self._tag + where, None).atexit = False
         self.closure = 0  # the closure that runs now, counted from 1 and the same on all ranks; 0: none
         self._fence = threading.Lock()
         where = ranks.exchange([self._own.ctypes.data], "exchanging notice boards")

@@ -16,6 +16,7 @@ nothing it tells STUCK, and no rank uses the group again.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import weakref
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
     from .group import Ranks
 
 _UNHEARD = -1  # in place of a word that has not come
-_STATUS_BITS = 2  # of a word; the type of the error lies above
+# A word, from its lowest bit: a RankStatus, the type of the error, and which roll call this is: of which optimizer, and
+# how often it was made. A rank that left between the rounds of two optimizers would else be heard in those of the other.
+_STATUS_BITS, _KIND_BITS, _CALL_BITS, _NUMBER_BITS = 2, 8, 32, 20
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 # By group of host memory: what the last rank that left there told without waiting for the others.
 _TOLD: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
@@ -58,8 +62,11 @@ class RollCall:
     def __init__(self, ranks: Ranks, phase: str):
         """Every rank of the group makes its roll calls in the same order."""
         self._ranks, self._phase = ranks, phase
-        self._issued = torch.zeros(ranks.size, dtype=torch.int64)  # to each rank
-        self._words = self._issued  # from each rank
+        assert ranks.group is not None
+        number = next(_NUMBERS.setdefault(ranks.group, itertools.count(1)))
+        self._first = number % (1 << _NUMBER_BITS) << _CALL_BITS
+        self._call = self._first  # the number of this roll call among all of the group's
+        self._words = torch.empty(0)  # from each rank
         self._pending = Pending(phase, ())
 
     def send(self, status: RankStatus) -> None:
@@ -67,9 +74,10 @@ class RollCall:
 
         With it goes the type of the error that is handled, if this rank left by one.
         """
-        own = self._issued
-        if status is not RankStatus.ISSUED:
-            own = torch.full_like(own, status | kind_of(sys.exc_info()[1]) << _STATUS_BITS)
+        kind = 0 if status is RankStatus.ISSUED else kind_of(sys.exc_info()[1])
+        self._call = self._first + (self._call + 1) % (1 << _CALL_BITS)
+        word = (self._call << _KIND_BITS | kind) << _STATUS_BITS | status
+        own = torch.full((self._ranks.size,), word)  # to each rank
         self._words = torch.full_like(own, _UNHEARD)  # anew: abandoned ones may still come
         self._pending = self._ranks.begin(self._phase, dist.all_to_all_single, self._words, own)
         if status is not RankStatus.ISSUED:
@@ -82,16 +90,30 @@ class RollCall:
             CommunicationError: a rank left, died or is late.
         """
         self._ranks.wait(self._pending, absent=self._absent)
-        words = self._words.tolist()
-        if max(words) > 0:
-            rank = next(rank for rank, word in enumerate(words) if word > 0)
-            status, kind = words[rank] & ((1 << _STATUS_BITS) - 1), words[rank] >> _STATUS_BITS
-            raise self._left(rank, RankStatus(status), kind)
+        own = (self._call << _KIND_BITS) << _STATUS_BITS
+        for rank, word in enumerate(self._words.tolist()):
+            # A fake group, by which one process measures many ranks, delivers no word.
+            if word == own or word == _UNHEARD:
+                continue
+            call, told = word >> _KIND_BITS + _STATUS_BITS, word & (1 << _KIND_BITS + _STATUS_BITS) - 1
+            if call != self._call:
+                raise self._elsewhere(rank)
+            raise self._left(rank, RankStatus(told & (1 << _STATUS_BITS) - 1), told >> _STATUS_BITS)
 
     def _absent(self) -> list[int]:
         """The ranks whose word has not come; of these only the ones whose connection has ended, if there are any."""
-        absent = [rank for rank, word in enumerate(self._words.tolist()) if word == _UNHEARD]
+        words, own = self._words.tolist(), self._ranks.rank
+        # Its own has not come either where gloo had no thread for the call yet.
+        absent = [rank for rank, word in enumerate(words) if word == _UNHEARD and rank != own]
         return self._ranks.lost(absent) or absent
+
+    def _elsewhere(self, rank: int) -> CommunicationError:
+        self._ranks.give_up(f"rank {rank} was in another round while {self._phase}")
+        return CommunicationError(
+            f"restart the ranks from a checkpoint: rank {rank} is in another round than this rank, as one of them left "
+            "by an error (look at its output) before the others had begun that round, or made other calls. Params and "
+            f"states are unchanged, {self._ranks.at(self._phase)}."
+        )
 
     def _left(self, rank: int, status: RankStatus, kind: int) -> CommunicationError:
         if status is RankStatus.LEFT:
