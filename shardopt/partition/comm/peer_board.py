@@ -123,8 +123,8 @@ class PeerBoard:
         self._tag = -self._book.boards * _FIRST_ADDRESS
         # With the board goes what is noted of it, else each closed optimizer would leave two numbers to the group.
         forget = self._book.counts.pop
-        for where in (_FILLED, _CONSUMED):
-            weakref.finalize(self, forget, self._tag + where, None).atexit = False
+        for place in (_FILLED, _CONSUMED):
+            weakref.finalize(self, forget, self._tag + place, None).atexit = False
         self.closure = 0  # the closure that runs now, counted from 1 and the same on all ranks; 0: none
         self._fence = threading.Lock()
         where = ranks.exchange([self._own.ctypes.data], "exchanging notice boards")
