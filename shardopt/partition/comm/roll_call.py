@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _UNHEARD = -1  # in place of a word that has not come
 # A word, from its lowest bit: a RankStatus, the type of the error, and which roll call this is: of which optimizer, and
-# how often it was made. A rank that left between the rounds of two optimizers would else be heard in those of the other.
+# how often it was made. Else a rank that left between the rounds of two optimizers would be heard in the other one's.
 _STATUS_BITS, _KIND_BITS, _CALL_BITS, _NUMBER_BITS = 2, 8, 32, 20
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 # By group of host memory: what the last rank that left there told without waiting for the others.
@@ -93,7 +93,7 @@ class RollCall:
         own = (self._call << _KIND_BITS) << _STATUS_BITS
         for rank, word in enumerate(self._words.tolist()):
             # A fake group, by which one process measures many ranks, delivers no word.
-            if word == own or word == _UNHEARD:
+            if word in (own, _UNHEARD):
                 continue
             call, told = word >> _KIND_BITS + _STATUS_BITS, word & (1 << _KIND_BITS + _STATUS_BITS) - 1
             if call != self._call:
