@@ -23,7 +23,7 @@ from shardopt.tools.ways import Way
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 CPU, GPU = "amd-epyc-2-cores", "nvidia-h100-80gb-hbm3"
-XEON = "intel-r-xeon-r-processor-2-cores"  # of the newest host times
+XEON = "intel-r-xeon-r-processor-2-cores"
 
 
 def newest(name: str, device: str = CPU) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def host_table() -> list[str]:
 
 def null_section() -> str:
     """The host's work for a GPU, of one rank, where nothing computes: times beside DDP's, and the calls of a step."""
-    result = newest("host-null-1-ranks")
+    result = newest("host-null-1-ranks", XEON)
     found, (few, many) = result["results"], result["settings"]["blocks"]
     lines = [
         f"On {result['machine']['device']}, torch {result['machine']['torch']}, Triton {result['machine']['triton']}; "
-        f"{MEDIANS}, and the machine was busy with other work; calls are those of {few} blocks:",
+        f"{MEDIANS}; calls are those of {few} blocks:",
         "",
         f"| engine, host time | x DDP's, {few} blocks | {many} blocks | with the driver, {few} blocks "
         "| x FSDP2's | kernel launches a step | events | copies | waits of the host |",
@@ -181,7 +181,7 @@ def numbers() -> str:
     """The update, stages in fp32, disks, what a start takes."""
     kernels, cold = newest("kernels"), newest("cold-start")["results"]["seconds"]
     fp32 = newest("train-fp32")
-    hooks, layout = newest("hooks")["results"], newest("plan")
+    hooks, layout = newest("hooks", XEON)["results"], newest("plan")
     checkpoint, disk = newest("checkpoint")["results"], newest("offload")["results"]["disk"]
     over = fp32["results"]["shardopt-1 over zero"]
     machine = kernels["machine"]
@@ -274,7 +274,10 @@ def states_on_the_host(moves: dict[str, Any], ways: dict[str, Any]) -> str:
 
 def two_hosts() -> str:
     """A step of two hosts that a slow wire joins, beside DDP's and beside the floor."""
-    result = newest("network-grid-fp32-2x1")
+    return "\n\n".join(two_hosts_of(newest("network-grid-fp32-2x1", device)) for device in (CPU, XEON))
+
+
+def two_hosts_of(result: dict[str, Any]) -> str:
     machine, settings, found = result["machine"], result["settings"], result["results"]
     lines = []
     for cell in found["cells"]:
