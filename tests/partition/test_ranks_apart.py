@@ -3,6 +3,7 @@
 A rank that skips a unit joins its gather later. Another order is an error on all ranks before a step, and the next
 right step gives the bits of stage 1."""
 
+import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardopt import CommunicationError, DisagreementError, Offload, ShardedSGD, ShardoptError
+from shardopt.partition.comm.group import Pending, Ranks
+from shardopt.partition.comm.messages import book_of
 from shardopt.units.unit_orders import UnitOrders
 from tests.partition.test_collective_wire import collectives
 from tests.support.absence import LATER, SOON, in_no_hurry
@@ -292,3 +296,30 @@ def runs_frozen_module_alone() -> None:
 def test_one_rank_runs_a_frozen_module(ranks: Pool) -> None:
     """A reference model, of which gradients go through to its input: no backward of it is a round."""
     ranks.run(runs_frozen_module_alone, world=2)
+
+
+def leaves_nothing_to_its_group() -> None:
+    group = dist.new_group()
+    assert group is not None
+    book, ranks = book_of(group), Ranks(group, None)
+    for stage in (1, 2):
+        model = nn.Linear(W, W)
+        opt = ShardedSGD(model, lr=0.1, stage=stage, process_group=group, tuning=small(neighbours=True))
+        model(data(0, 4, W)).sum().backward()
+        opt.step()
+        assert min(book.counts) < 0  # its notice board has numbers there
+        opt.close()
+        del model, opt
+        gc.collect()
+        assert not book.counts, stage
+    asking = ranks.asking(Pending("a test", (), (1 - ranks.rank,), True, 5), 8, True)
+    assert book.asking
+    ranks.give_up("another test")
+    with pytest.raises(CommunicationError, match="another test"):
+        ranks.wait(asking)
+    assert not book.asking
+
+
+def test_what_is_over_leaves_nothing_to_its_group(ranks: Pool) -> None:
+    """A closed optimizer, and a gather that asks in a group that is given up."""
+    ranks.run(leaves_nothing_to_its_group, world=2)

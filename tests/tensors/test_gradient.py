@@ -212,6 +212,18 @@ def test_a_factor_that_changes_is_read_again() -> None:
     world.check()
 
 
+def test_norms_are_scaled_under_any_error_mode_of_numpy() -> None:
+    """Clipping has changed the gradients by then: norms that end as subnormals, zeros or beyond fp32 raise nothing."""
+    for factor in (1e-12, 1e-38, 1e38):
+        table, rows = NormTable(torch.float32, [4, 4]), slice(None)
+        table.fill(rows, np.full(2, 1e-30), np.array([1e-30, 1e20], np.float32), np.zeros(2, np.int64))
+        with np.errstate(all="raise"):
+            table.multiply(rows, factor)
+        expected = torch.tensor([1e-30, 1e20]) * torch.tensor(factor)
+        found = [each.largest if (each := table[row]) else math.inf for row in range(2)]
+        assert found == expected.tolist(), factor
+
+
 def test_a_bucket_is_clipped_at_once() -> None:
     """A list of all its gradients is changed by one operation on its memory, other lists gradient by gradient."""
     world = World(2)

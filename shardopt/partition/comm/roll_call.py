@@ -90,20 +90,19 @@ class RollCall:
             CommunicationError: a rank left, died or is late.
         """
         self._ranks.wait(self._pending, absent=self._absent)
-        own = (self._call << _KIND_BITS) << _STATUS_BITS
+        own = self._call << _KIND_BITS << _STATUS_BITS  # ISSUED
         for rank, word in enumerate(self._words.tolist()):
             # A fake group, by which one process measures many ranks, delivers no word.
             if word in (own, _UNHEARD):
                 continue
-            call, told = word >> _KIND_BITS + _STATUS_BITS, word & (1 << _KIND_BITS + _STATUS_BITS) - 1
-            if call != self._call:
-                raise self._elsewhere(rank)
-            raise self._left(rank, RankStatus(told & (1 << _STATUS_BITS) - 1), told >> _STATUS_BITS)
+            rest, status = divmod(word, 1 << _STATUS_BITS)
+            call, kind = divmod(rest, 1 << _KIND_BITS)
+            raise self._left(rank, RankStatus(status), kind) if call == self._call else self._elsewhere(rank)
 
     def _absent(self) -> list[int]:
         """The ranks whose word has not come; of these only the ones whose connection has ended, if there are any."""
         words, own = self._words.tolist(), self._ranks.rank
-        # Its own has not come either where gloo had no thread for the call yet.
+        # This rank's own has not come either where gloo had no thread for the call yet.
         absent = [rank for rank, word in enumerate(words) if word == _UNHEARD and rank != own]
         return self._ranks.lost(absent) or absent
 
