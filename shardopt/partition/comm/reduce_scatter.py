@@ -257,15 +257,15 @@ def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: floa
 def sum_into(target: torch.Tensor, terms: Iterator[torch.Tensor], add: bool) -> None:
     """``target (+)= terms[0] + terms[1] + ...``, in this order, in fp32, rounded once to the dtype of the target.
 
-    The next term may overwrite a term. The sum is made in memory of its own, unless it replaces an fp32 target: callers
-    pass chunks.
+    The next term may overwrite a term. The sum is made in memory of its own, unless it replaces an fp32 target, which
+    may then be the first term: callers pass chunks.
     """
     is_direct = target.dtype is torch.float32 and not add
     total = target if is_direct else torch.empty_like(target, dtype=torch.float32)
     for index, term in enumerate(terms):
-        if index == 0:
+        if index == 0 and term is not total:
             total.copy_(term)
-        else:
+        elif index:
             total.add_(term)
     if not is_direct:
         accumulate(target, total, add)
