@@ -174,8 +174,9 @@ def _with_gradient(domain: Domain, update: ParamUpdate, grad: torch.Tensor) -> P
         own.table.edits.forget([own.number])  # of values that are gone: a step that ranks refused may have noted one
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             edit(torch.ops.aten.copy_.default, (part, grad), {})
-            entry.show_gradient(part)
-        grad = part
+            # Another part: what the script kept of the one before would show other values from now on.
+            grad = GradientPart(own, entry.param)
+            entry.show_gradient(grad)
     if isinstance(grad, GradientPart) and grad.gradient_slice is entry.gradient_slice:
         own = grad.whole_slice()
         is_on_host = entry.shard.gradient_sum.is_on_host

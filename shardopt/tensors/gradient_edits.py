@@ -91,8 +91,9 @@ def _edit_slice(function: Any, part: Any, arguments: tuple[Any, ...], keywords: 
     wholes = told_wholes(arguments, keywords)
 
     def by(mean: Tensor) -> None:
-        def local(tensor: Tensor) -> Tensor:
-            if tensor is part or getattr(tensor, "gradient_slice", None) is own:
+        def local(tensor: Any) -> Tensor:
+            if getattr(tensor, "gradient_slice", None) is own:
+                tensor.live_slice()  # one that the script kept from an earlier backward raises
                 return mean
             if isinstance(tensor, Part) and is_cut_alike(tensor, part):
                 return tensor.elements().to(mean.device)

@@ -726,6 +726,33 @@ def test_stale() -> None:
         world.check()
 
 
+STALE_OPERANDS: tuple[Callable[[Tensor, Tensor], object], ...] = (
+    lambda new, old: new.add_(old),
+    lambda new, old: new.copy_(old),
+    lambda new, old: new.lerp_(old.detach(), 0.5),
+    lambda new, old: new.mul_(old),
+    lambda new, old: new.masked_fill_(old > 0, 0.0),
+    lambda new, old: setattr(new, "data", old),
+    lambda new, old: torch._foreach_add_([new], [old]),
+    lambda new, old: new + old,
+    lambda new, old: torch.where(new > 0, new, old),
+)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("edit", STALE_OPERANDS)
+def test_a_stale_part_in_an_edit_of_the_new_one(edit: Callable[[Tensor, Tensor], object], size: int) -> None:
+    """It would be the new gradient itself, whose memory is the same."""
+    world = World(size)
+    old = world.ranks[0][0].grad
+    assert old is not None
+    new = world.ranks[0][0].grad = GradientPart(old.gradient_slice, world.ranks[0][0])
+    before = new.local.clone()
+    with raises(StateError, "stale", "read param.grad again"):
+        edit(new, old)
+    assert torch.equal(new.local, before)
+
+
 def test_lists_change_all_or_nothing() -> None:
     """One stale part in a list, and nothing of the list is changed."""
     world = World(2)

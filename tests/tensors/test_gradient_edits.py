@@ -149,9 +149,12 @@ def assigned(stage: int) -> None:
         opt.zero_grad()
         backward(model, 0)
         weight = model[0].weight
-        mean = made(weight.grad.full_tensor())  # type: ignore[union-attr]
-        weight.grad = made(weight.grad)
+        held: Any = weight.grad
+        mean = made(held.full_tensor())
+        weight.grad = made(held)
         opt.step()
+        with raises(StateError, "stale"):  # its memory has the values that were assigned
+            held.norm()
         assert raw(weight.grad.full_tensor()) == raw(mean.contiguous()), name
     # With clipping in between, and with another backward on top.
     opt.zero_grad()
