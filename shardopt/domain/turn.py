@@ -249,7 +249,7 @@ def holding(what: str) -> Callable[[_Method], _Method]:
         @functools.wraps(method)
         def held(self: Any, *arguments: Any, **keywords: Any) -> Any:
             turn: Turn = self.turn
-            if not turn._lock.acquire(blocking=False):
+            if not turn._lock.acquire(False):
                 with turn.hold(what):
                     return method(self, *arguments, **keywords)
             # What `hold` does, in place: a context that is made anew would double the calls of a hook.

@@ -16,8 +16,8 @@ SAYS = re.compile(
     r"(?:^|\.)(?:exchange|begin_exchange|exchange_json|exchange_rows|exchange_slices|all_reduce|broadcast|barrier|send_bytes"
     r"|agree|agreed|agree_on|agree_on_call|agree_on_whole|raising_together|announce|announce_error"
     r"|together|raise_together|compare_parts|all_gather_records|gather_by_holder)$"
-    r"|collectives\.(?:compare|all_gather)$|(?:world|shard)\.gather$|(?:_board|_marks|_roll_call)\.\w+$|^self\._ranks\.begin$"
-    r"|^dist\.(?:all_to_all|all_to_all_single|all_reduce|irecv|isend)$"
+    r"|collectives\.(?:compare|all_gather|reduce_scatter|all_to_all)$|(?:world|shard)\.gather$|(?:_board|_marks|_roll_call)\.\w+$"
+    r"|^self\._ranks\.begin$|^dist\.(?:all_to_all|irecv|isend)$"
 )
 # By file: calls that say something there and nothing elsewhere.
 SAYS_HERE = {

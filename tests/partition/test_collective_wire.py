@@ -6,6 +6,7 @@ gloo has the same collectives; that shardopt prefers messages there is the only 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 
 from shardopt import BindingError, ShardedSGD, ShardoptError, Tuning
 from shardopt.partition.comm import all_gather, reduce_scatter_collective, transport
+from shardopt.partition.comm import collectives as torch_collectives
 from shardopt.partition.comm.group import Ranks
 from shardopt.partition.comm.transport import Transport
 from tests.partition.test_gather import CASES, trained
@@ -83,10 +85,10 @@ def waits_without_deadline() -> None:
     def watched(collective: Any) -> Any:
         return lambda *arguments, **keywords: Watched(collective(*arguments, **keywords), deadlines)
 
-    gather, scatter = all_gather.all_gather_single, reduce_scatter_collective._reduce_scatter_single()
+    scatter = watched(torch_collectives.reduce_scatter)
     with (
-        patch.object(all_gather, "all_gather_single", watched(gather)),
-        patch.object(reduce_scatter_collective, "_reduce_scatter_single", lambda: watched(scatter)),
+        patch.object(all_gather, "collectives", SimpleNamespace(all_gather=watched(torch_collectives.all_gather))),
+        patch.object(reduce_scatter_collective, "collectives", SimpleNamespace(reduce_scatter=scatter)),
         collectives(),
     ):
         make, run, _ = CASES["Odd, plain"]

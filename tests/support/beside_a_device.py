@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardopt.partition.comm import collectives
 from shardopt.partition.comm.group import Ranks
 from tests.support.moments import until
 
@@ -60,25 +61,23 @@ def beside_a_device(group_of_gpus: dist.ProcessGroup, is_in_vain: Callable[[], b
     carrier = dist.new_group()
 
     def carried(collective: Any) -> Any:
-        def call(*tensors: Tensor, group: Any = None, **keywords: Any) -> Any:
+        def call(*tensors: Tensor, group: Any) -> Any:
             if group is not group_of_gpus:
-                return collective(*tensors, group=group, **keywords)
-            return Carried(collective(*tensors, group=carrier, **keywords), is_in_vain)
+                return collective(*tensors, group=group)
+            return Carried(collective(*tensors, group=carrier), is_in_vain)
 
         return call
 
     # gloo's own ends only when somebody waits for it.
-    def reduce_scatter(output: Tensor, values: Tensor, group: Any, async_op: bool) -> Carried:
+    def reduce_scatter(output: Tensor, values: Tensor, group: Any) -> Carried:
         sums, numel = values.clone(), output.numel()
         own = sums[carrier.rank() * numel : (carrier.rank() + 1) * numel]
-        work = dist.distributed_c10d.all_reduce(sums, group=carrier, async_op=async_op)
+        work = dist.all_reduce(sums, group=carrier, async_op=True)
         return Carried(work, is_in_vain, lambda: output.copy_(own))
 
     with ExitStack() as stack:
-        for name in ("all_reduce", "all_gather_single", "all_gather_into_tensor"):
-            if hasattr(dist, name):
-                stack.enter_context(patch.object(dist, name, carried(getattr(dist, name))))
-        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
-            stack.enter_context(patch.object(dist, name, reduce_scatter, create=True))
+        for name in ("all_reduce", "all_gather"):
+            stack.enter_context(patch.object(collectives, name, carried(getattr(collectives, name))))
+        stack.enter_context(patch.object(collectives, "reduce_scatter", reduce_scatter))
         stack.enter_context(patch.object(Ranks, "has_collectives", lambda ranks, _: ranks.group is group_of_gpus))
         yield

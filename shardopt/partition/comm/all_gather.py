@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ...errors import DisagreementError
 from ..streams import last_used
-from .group import Pending, all_gather_single, as_bytes
+from . import collectives
+from .group import Pending, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -259,7 +260,8 @@ def by_collectives(ranks: Ranks, phase: str) -> AllGather:
     def begin(window: Window) -> Callable[[], None]:
         nbytes = window.bytes.numel() // ranks.size
         own = window.bytes.narrow(0, ranks.rank * nbytes, nbytes)
-        work = all_gather_single(window.bytes, own, group=ranks.group, async_op=True)
+        assert ranks.group is not None
+        work = collectives.all_gather(window.bytes, own, group=ranks.group)
         return partial(ranks.wait_on_stream, Pending(phase, (work,)))
 
     return AllGather(begin)

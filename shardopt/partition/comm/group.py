@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CommunicationError, DisagreementError
 from ...gpu_stream import current_stream
+from . import collectives
 from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
 from .messages import WAITS, AskingGather, book_of
@@ -226,11 +227,11 @@ class Ranks:
     def begin(
         self, phase: str, collective: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **keywords: Any
     ) -> Pending:
-        """Starts a collective of a tensor over the group that carries it."""
+        """Starts a collective of a tensor over the group that carries it; ``collective`` returns its work."""
         self.check_usable(phase)
         try:
             group, device = self._route(tensor.device)
-            work = collective(tensor, *arguments, **keywords, group=group, async_op=True)
+            work = collective(tensor, *arguments, **keywords, group=group)
             return Pending(phase, (work,), is_on_host=device.type == "cpu")
         except RuntimeError as error:
             raise self._named(error, phase) from error
@@ -250,7 +251,7 @@ class Ranks:
         mine = torch.tensor([length, *row], dtype=torch.int64)
         rows = mine.new_empty(self.size * (length + 1))
         # Into one tensor: torch looks at each of a list, which grows with the ranks.
-        pending = self.begin(phase, all_gather_single, rows, mine)
+        pending = self.begin(phase, collectives.all_gather, rows, mine)
 
         def end() -> list[list[int]]:
             self.wait(pending)
@@ -280,7 +281,7 @@ class Ranks:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         others = padded.new_empty(self.size * len(padded))
-        self._finish(phase, all_gather_single, others, padded)
+        self._finish(phase, collectives.all_gather, others, padded)
         pairs = zip(others.split(len(padded)), lengths, strict=True)
         return [json.loads(bytes(other[:length].numpy())) for other, length in pairs]
 
@@ -289,7 +290,7 @@ class Ranks:
         if self.size == 1:
             return
         message = vector.to(self._route(vector.device)[1])
-        self._finish(phase, dist.all_reduce, message)
+        self._finish(phase, collectives.all_reduce, message)
         if message is not vector:
             vector.copy_(message)
 
@@ -338,7 +339,7 @@ class Ranks:
             return
         for tensor in tensors:
             message = tensor.detach().to(self._route(tensor.device)[1]).contiguous()
-            self._finish(phase, dist.broadcast, as_bytes(message), group_src=root)
+            self._finish(phase, dist.broadcast, as_bytes(message), group_src=root, async_op=True)
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message)
 
@@ -357,7 +358,7 @@ class Ranks:
         carries. Returns the call that waits for them; on a GPU its stream does."""
         if self.size == 1:
             return lambda: None
-        pending = self.begin(phase, dist.broadcast, as_bytes(tensor), group_src=root)
+        pending = self.begin(phase, dist.broadcast, as_bytes(tensor), group_src=root, async_op=True)
         return partial(self.wait if tensor.device.type == "cpu" else self.wait_on_stream, pending)
 
     def gather(self, own: torch.Tensor, to: int, phase: str) -> list[torch.Tensor] | None:
@@ -368,7 +369,7 @@ class Ranks:
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == to else None
         # Not by messages: NCCL makes a communicator, and keeps its buffers, for each pair of ranks that sends one.
         # Test: test_consolidating_sends_no_messages in tests/states/test_state_dict.py.
-        self._finish(phase, dist.gather, own, parts, group_dst=to)
+        self._finish(phase, dist.gather, own, parts, group_dst=to, async_op=True)
         return parts
 
     def give_up(self, phase: str) -> None:
@@ -423,13 +424,6 @@ class Ranks:
             f"{found}. A peer died, left, or did not make the same call in time: every rank must call step(), "
             "save_checkpoint() and the like. Look at the other ranks' output for the first error."
         )
-
-
-def all_gather_single(*arguments: Any, **keywords: Any) -> Any:
-    """Torch's all-gather into one tensor."""
-    # Renamed in torch 2.13; the older name warns there.
-    newer = getattr(dist, "all_gather_single", None)
-    return (dist.all_gather_into_tensor if newer is None else newer)(*arguments, **keywords)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ...errors import CommunicationError
 from ..streams import last_used
+from . import collectives
 from .group import Pending
 from .reduce_scatter import PHASE, ReduceScatter, Reduction, accumulate
 from .roll_call import RankStatus, RollCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from .group import Ranks, Traffic
     from .reduce_scatter import Blank
@@ -34,7 +34,8 @@ class CollectiveReduceScatter(ReduceScatter):
     on_stream = True
 
     def __init__(self, ranks: Ranks, traffic: Traffic):
-        self._ranks, self._traffic = ranks, traffic
+        assert ranks.group is not None
+        self._ranks, self._traffic, self._group = ranks, traffic, ranks.group
         self._reductions: deque[tuple[Reduction, torch.Tensor, Pending]] = deque()
         self._abandoned: list[tuple[Reduction, torch.Tensor, Pending]] = []
         self._roll_call = RollCall(ranks, PHASE)
@@ -64,8 +65,8 @@ class CollectiveReduceScatter(ReduceScatter):
 
     def _sum(self, reduction: Reduction, result: torch.Tensor) -> Any:
         if reduction.is_whole:
-            return dist.all_reduce(result.copy_(reduction.buffer), group=self._ranks.group, async_op=True)
-        return _reduce_scatter_single()(result, reduction.buffer, group=self._ranks.group, async_op=True)
+            return collectives.all_reduce(result.copy_(reduction.buffer), group=self._group)
+        return collectives.reduce_scatter(result, reduction.buffer, group=self._group)
 
     def drain(self, limit: int, patience: float) -> list[Reduction]:
         return [self._finish_first() for _ in range(len(self._reductions) - limit)]
@@ -131,7 +132,7 @@ class CodedReduceScatter(CollectiveReduceScatter):
         self._reductions.append((reduction, both, Pending(PHASE, (self._exchange(both),))))
 
     def _exchange(self, both: torch.Tensor) -> Any:
-        return dist.all_to_all_single(both[1].view(-1), both[0].view(-1), group=self._ranks.group, async_op=True)
+        return collectives.all_to_all(both[1].view(-1), both[0].view(-1), group=self._group)
 
     def _sum(self, reduction: Reduction, result: torch.Tensor) -> Any:
         messages = torch.stack(reduction.messages(self._ranks.size))  # zeros, in place of what this rank did not start
@@ -143,9 +144,3 @@ class CodedReduceScatter(CollectiveReduceScatter):
         reduction.add_up(list(both[1]))
         last_used(both)
         return reduction
-
-
-def _reduce_scatter_single() -> Callable[..., Any]:
-    # Renamed in torch 2.13; the older name warns there.
-    newer = getattr(dist, "reduce_scatter_single", None)
-    return newer if newer is not None else dist.reduce_scatter_tensor

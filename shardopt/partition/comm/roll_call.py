@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommunicationError
+from . import collectives
 from .group import Pending
 from .left import error_of, kind_of
 from .patience import end_waits
@@ -79,7 +80,7 @@ class RollCall:
         word = (self._call << _KIND_BITS | kind) << _STATUS_BITS | status
         own = torch.full((self._ranks.size,), word)  # to each rank
         self._words = torch.full_like(own, _UNHEARD)  # anew: abandoned ones may still come
-        self._pending = self._ranks.begin(self._phase, dist.all_to_all_single, self._words, own)
+        self._pending = self._ranks.begin(self._phase, collectives.all_to_all, self._words, own)
         if status is not RankStatus.ISSUED:
             _TOLD[self._ranks.host] = self._pending.works[0]
 
