@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ptx.process import CACHE
 
 Facts = dict[str, Any]
 CUDA, HIP = ("sm_80", "sm_90"), "gfx942"
@@ -22,11 +23,14 @@ MOST_REGISTERS_IN_8_BITS = 128  # 16 warps: of several states in 8 bits one hold
 
 @pytest.fixture(scope="module", params=["drawn", pytest.param("whole", marks=pytest.mark.slow)])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """By default each kernel is compiled for one of the targets, drawn; with --slow for all (80 s of a core)."""
+    """By default each kernel is compiled for one of the targets, drawn; with --slow for all (80 s of a core).
+
+    What Triton keeps is found by the next run, by Triton's hash of all that the code is made of.
+    """
     folder = tmp_path_factory.mktemp("triton")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path}
+    environment |= {"TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": path}
     command = [sys.executable, "-m", "tests.support.compile_targets", str(folder), request.param]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

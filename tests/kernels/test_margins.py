@@ -25,6 +25,7 @@ from shardopt.rules.rule import FP32_EPS
 from tests.kernels.test_passes import SPECIAL
 from tests.support.cases import GRADIENTS
 from tests.support.ptx.driver import Driver
+from tests.support.ptx.executed import MARGINS, PRODUCTS, check_executed
 from tests.support.ptx.process import Compiling
 from tests.support.ptx.shards import CPU, ShardOnPtx
 from tests.support.shards import assert_same_bits
@@ -165,7 +166,8 @@ def in_sums(rows: Sequence[tuple[str, str]]) -> set[str]:
 
 
 def test_sums_as_compiled(compiling: Compiling) -> None:
-    compiling(in_sums, [("fp32", "log_uniform"), ("bf16", "special"), ("fp16", "heavy_tailed")])
+    rows = [("fp32", "log_uniform"), ("bf16", "special"), ("fp16", "heavy_tailed")]
+    check_executed(MARGINS, compiling(in_sums, rows))
 
 
 @needs_the_interpreter_of_new_triton
@@ -259,7 +261,7 @@ def in_products(names: Sequence[str]) -> set[str]:
 
 @needs_the_ptx_of_new_triton
 def test_products_as_compiled(compiling: Compiling) -> None:
-    compiling(in_products, list(FORMATS))
+    check_executed(PRODUCTS, compiling(in_products, list(FORMATS)))
 
 
 @needs_the_interpreter_of_new_triton

@@ -39,6 +39,7 @@ from shardopt.rules.passes import passes_of
 from tests.kernels.test_kernels import ADAM_RULE, ADAMW, KEPT, NASTY, SHAPES, group_of
 from tests.kernels.test_reductions import SHAPES as SHAPES_TO_REDUCE
 from tests.support.cases import CASES, GRADIENTS, KEPT_IN, MASTERS, STATE_FORMATS
+from tests.support.ptx.executed import STEPS, SUMS, check_executed
 from tests.support.ptx.process import Compiling
 from tests.support.ptx.shards import check_joined, check_reductions, check_step
 from tests.support.shards import Shape
@@ -114,10 +115,23 @@ def rows() -> list[Row]:
     return drawn(AXES, allowed=is_daily, first=first_rows())
 
 
+@pytest.fixture(scope="module")
+def executed(compiling: Compiling) -> Callable[[str], set[str]]:
+    """The kernels of a rule's rows, which are executed once."""
+    return cache(lambda name: compiling(in_rows, [row for row in rows() if row[0] == name]))
+
+
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_every_rule_and_format(compiling: Compiling, case: Any) -> None:
+def test_every_rule_and_format(executed: Callable[[str], set[str]], case: Any) -> None:
     """Every two of rule, variant, dtype, states' format and gradient's format meet; of masters each rule has one."""
-    compiling(in_rows, [row for row in rows() if row[0] == case.name])
+    executed(case.name)
+
+
+def test_steps_execute_every_function(executed: Callable[[str], set[str]]) -> None:
+    """Rules that together use every word."""
+    names = ("AdamW", "Adagrad", "Lion", "Rprop")
+    lines = check_executed(STEPS, set[str]().union(*map(executed, names)))
+    assert len({file for file, _ in lines if file.startswith("<shardopt triton ")}) >= len(names)
 
 
 @pytest.mark.slow
@@ -196,7 +210,7 @@ def in_reductions(examples: int) -> set[str]:
 @few_or_many(15, 1000)
 def test_reductions(compiling: Compiling, examples: int) -> None:
     """Sums of squares, largest magnitudes and counts of each block, and what they add up to for each param."""
-    compiling(in_reductions, examples)
+    check_executed(SUMS, compiling(in_reductions, examples))
 
 
 def in_programs_of(blocks: int, warps: int) -> None:

@@ -21,6 +21,7 @@ from tests.kernels.test_kernels import NASTY
 from tests.support.cases import CASES, GRADIENTS
 from tests.support.norm_rules import NORM_CASES, chained_states, norm_of_a_change, three_cuts
 from tests.support.ptx.driver import Driver
+from tests.support.ptx.executed import PASSES, check_executed
 from tests.support.ptx.process import Compiling
 from tests.support.ptx.shards import CPU, ShardOnPtx
 from tests.support.shards import Shape
@@ -75,7 +76,7 @@ def in_rows(shapes: tuple[Shape, ...], rows: tuple[str, ...] = tuple(ROWS)) -> s
 
 
 def test_every_pass_as_compiled(compiling: Compiling) -> None:
-    compiling(in_rows, (SPECIAL,), FEW_ON_PTX)
+    check_executed(PASSES, compiling(in_rows, (SPECIAL,), FEW_ON_PTX))
 
 
 @pytest.mark.slow
