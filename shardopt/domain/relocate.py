@@ -107,7 +107,8 @@ def _copy(domain: Domain, store: Store, near: Store | None, storages: list[Shard
 def copy_streams(shard: Shard, new: ShardStorage) -> None:
     """Copies the masters and states of a shard from its home to another one, or moves the tensors.
 
-    Copies from the device to host memory go on until the new storage is settled.
+    Copies from the device to host memory go on until the new storage is settled, and back until the old one is
+    released. One stream for each is enough: its copies follow each other without a gap, and the host waits once.
     """
     old = shard.home
     bounds = [(0, shard.numel)]
@@ -115,8 +116,10 @@ def copy_streams(shard: Shard, new: ShardStorage) -> None:
         assert isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage)
         new.take_streams(old)
         return
-    if _is_with_params(old) and isinstance(new, HostStorage):
-        assert isinstance(old, ResidentStorage)
+    goes = _is_with_params(old) and isinstance(new, HostStorage)
+    comes = isinstance(old, HostStorage) and _is_with_params(new)
+    if goes or comes:
+        assert isinstance(old, ResidentStorage) and isinstance(new, ResidentStorage)
         new.fill(old)
         return
     if not (isinstance(old, ResidentStorage) or isinstance(new, ResidentStorage)):

@@ -94,8 +94,9 @@ class HostStore(Store):
         self.wait_for_stores: Callable[[], None] = lambda: None
         self.order_stores: Callable[[], None] = lambda: None
         self._streams, self._device = streams, device
-        self._shown: Mark = None  # after the last copy that `copy_out` began; it stays once somebody has waited for it
-        self._written: Mark = None  # after the last copy that `copy_in` began; None once the host has waited for it
+        # After the last copy that `copy_out` began, and `copy_in`; None once the host has waited for it.
+        self._shown: Mark = None
+        self._written: Mark = None
         self._homes: weakref.WeakSet[HostStorage] = weakref.WeakSet()
 
     def home(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostStorage:
@@ -118,6 +119,8 @@ class HostStore(Store):
         shown = self._shown
         if shown is not None and self._streams is not None:
             self._streams.synchronize(shown)
+            if self._shown is shown:
+                self._shown = None
 
     def copy_out(self, source: torch.Tensor, into: torch.Tensor) -> None:
         """Copies from this memory. Where that is to the device, kernels from now on find it, and the host goes on."""

@@ -301,6 +301,16 @@ class ResidentStorage:
         """Frees streams that :meth:`beside` made."""
         return
 
+    def fill(self, source: "ResidentStorage") -> None:
+        """Takes copies of the streams of a storage, as the first ones. Kernels that are launched from now on find them.
+
+        The source stays as it is until its own :meth:`release`, which waits for copies that are under way.
+        """
+        for name, plane in source.planes.items():
+            fresh = self._fresh(plane, lambda items, dtype: torch.empty(items, dtype=dtype, device=self.device))
+            self.streams[name], self.planes[name] = fresh, plane
+            source.read_into(name, 0, fresh)
+
     def take_streams(self, other: "ResidentStorage") -> None:
         """Takes the tensors of another storage, which is not used any more."""
         self.streams.update(other.streams)

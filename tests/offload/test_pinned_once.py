@@ -4,6 +4,9 @@ Registering takes longer than the bus. What states leave when they go back to th
 ``opt.memory()``; closing gives it back. Nothing that a script still holds is written over.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -11,10 +14,10 @@ from torch.nn import Parameter
 from shardopt import Offload, ShardedAdamW, Tuning
 from tests.offload.test_pinned import Runtime, on_a_gpu
 from tests.support.streams import Machine
-from tests.support.streams.counts import BLOCKING_COPIES, HOST_WAITS, PINNINGS
-from tests.support.streams.record import HOST, TO_HOST
+from tests.support.streams.counts import BLOCKING_COPIES, COPIES, HOST_WAITS, KERNELS, PINNINGS
+from tests.support.streams.record import HOST, TO_DEVICE, TO_HOST
 from tests.support.streams.scenarios import TIERS, Scenario, once
-from tests.support.timeline.hardware import GB, Hardware, durations
+from tests.support.timeline.hardware import GB, MACHINES, Hardware, durations
 from tests.support.timeline.schedule import schedule
 from tests.support.training import one_thread, raw
 
@@ -126,13 +129,21 @@ def test_a_step_registers_nothing_and_copies_without_blocking(tier: str, world: 
         training.optimizer.close()
 
 
-def test_a_move_to_the_host_waits_once_and_pins_while_it_copies() -> None:
+@contextmanager
+def four_buckets(numel: int) -> Iterator[tuple[Machine, ShardedAdamW]]:
+    """An optimizer that has stepped, on a stand-in of a GPU: 8 states of so many elements, fp32."""
     with one_thread(), Machine(world=1) as machine:
-        params = [Parameter(machine.tensor(torch.ones(1 << 14))) for _ in range(4)]
+        params = [Parameter(machine.tensor(torch.ones(numel))) for _ in range(4)]
         for each in params:
-            each.grad = machine.tensor(torch.ones(1 << 14))
-        optimizer = ShardedAdamW(params, tuning=Tuning(bucket_bytes=1 << 16, nonfinite="propagate"))
+            each.grad = machine.tensor(torch.ones(numel))
+        optimizer = ShardedAdamW(params, tuning=Tuning(bucket_bytes=4 * numel, nonfinite="propagate"))
         optimizer.step()
+        yield machine, optimizer
+        optimizer.close()
+
+
+def test_a_move_to_the_host_waits_once_and_pins_while_it_copies() -> None:
+    with four_buckets(1 << 14) as (machine, optimizer):
         with machine.recording() as first, machine.during("first"):
             optimizer.offload("cpu")
         optimizer.reload()
@@ -146,7 +157,25 @@ def test_a_move_to_the_host_waits_once_and_pins_while_it_copies() -> None:
         plan = schedule(timed)
         busy = plan.busy()
         assert plan.makespan <= busy[HOST] + busy[TO_HOST] / 7  # all copies but the last one
-        optimizer.close()
+
+
+@pytest.mark.parametrize("move", ["offload", "reload"])
+def test_one_stream_keeps_the_bus_busy_in_a_move(move: str) -> None:
+    """Of states whose memory is pinned, predicted with the rates of an H100: 64M elements, as ``bench/offload.py``."""
+    larger, hardware = 32, MACHINES["h100-pcie5"]
+    with four_buckets((1 << 24) // larger**2) as (machine, optimizer):
+        optimizer.offload("cpu")
+        optimizer.reload()
+        if move == "reload":
+            optimizer.offload("cpu")
+        with machine.recording(larger) as found, machine.during(move):
+            optimizer.offload("cpu") if move == "offload" else optimizer.reload()
+    counts = machine.counts.by_phase[move]
+    assert (counts[BLOCKING_COPIES], counts[HOST_WAITS], counts[PINNINGS], counts[COPIES]) == (0, 1, 0, 8)
+    assert not counts[KERNELS]  # memory that is copied to is not zeroed before
+    carried = sum(each.cost.nbytes for each in found.works if each.cost.engine in (TO_HOST, TO_DEVICE))
+    assert carried == 8 * 4 << 24
+    assert carried / schedule(durations(found.works, hardware)).makespan >= 0.98 * hardware.bus / GB  # bytes a ns
 
 
 def test_the_stand_in_counts_what_is_registered() -> None:
