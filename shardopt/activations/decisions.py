@@ -7,12 +7,8 @@ on all ranks, and so are the decisions: no rank waits for a comparison that anot
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Hashable
-from functools import partial
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 if TYPE_CHECKING:
     from .packed import PackedActivation
@@ -51,13 +47,3 @@ class Decisions:
 
     def stays_whole(self, position: int) -> None:
         self._whole.add(position)
-
-
-def by_site(number: int) -> Sites:
-    """Returns the decisions of one process group, each made when its ``with`` is first entered."""
-    return defaultdict(partial(Decisions, number))
-
-
-Sites = defaultdict[Hashable, Decisions]  # by the place in the program of the ``with``
-ALONE = by_site(0)  # one rank, without a process group
-GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Sites] = weakref.WeakKeyDictionary()  # they go with the group

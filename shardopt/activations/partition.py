@@ -15,16 +15,48 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import flag, number, whole
 from ..partition.comm.group import Ranks
+from ..partition.comm.notes import note_of
 from ..partition.comm.transport import Transport
 from .channel import Channel
-from .decisions import ALONE, GROUPS, Decisions, by_site
+from .decisions import Decisions
 from .packed import PackedActivation, PartitionedActivation
 from .saved_tensors import Policy, SavedTensors
 
 _YEARS = 10 * 365 * 86400.0  # in place of no limit: deadlines are kept in nanoseconds of 64 bits
 
-# The tensors of each ``with`` that is entered.
-_OPEN: dict[Decisions, SavedTensors] = {}
+
+class _Site:
+    """A place in the program where a ``with`` stands: what the ranks have decided there, and what it keeps.
+
+    Attributes:
+        saved: the tensors of the ``with``, while it is entered.
+    """
+
+    def __init__(self, number: int):
+        self.decisions = Decisions(number)
+        self.saved: SavedTensors | None = None
+
+
+class _Sites:
+    """The sites of one process group.
+
+    Attributes:
+        number: of their messages; None until the ranks have agreed on one.
+    """
+
+    def __init__(self, number: int | None = None):
+        self.number = number
+        self._sites: dict[Hashable, _Site] = {}
+
+    def at(self, place: Hashable) -> _Site:
+        """Returns the site at a place, made when its ``with`` is first entered."""
+        assert self.number is not None
+        if place not in self._sites:
+            self._sites[place] = _Site(self.number)
+        return self._sites[place]
+
+
+_ALONE = _Sites(0)  # of one rank, without a process group
 
 
 def partition_activations(
@@ -110,13 +142,13 @@ class ActivationPartition:
 
     def __init__(self, ranks: Ranks, policy: Policy):
         self._ranks, self._policy = ranks, policy
-        self._decisions: set[Decisions] = set()
+        self._sites: set[_Site] = set()
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> "ActivationPartition":
         with ExitStack() as stack:
             if self._ranks.size > 1 or self._policy.offload:
-                self._enter(stack, _site(sys._getframe(1)))
+                self._enter(stack, _place(sys._getframe(1)))
             self._entered.append(stack.pop_all())
         return self
 
@@ -125,15 +157,14 @@ class ActivationPartition:
     ) -> None:
         self._entered.pop().close()
 
-    def _enter(self, stack: ExitStack, site: Hashable) -> None:
-        decisions = _decisions(self._ranks, site)
-        self._decisions.add(decisions)
-        saved = _OPEN.get(decisions)
-        if saved is None:
-            channel = Channel(self._ranks, decisions.number)
-            saved = _OPEN[decisions] = SavedTensors(channel, decisions, self._policy)
-            stack.callback(_OPEN.pop, decisions)
-        stack.enter_context(saved_tensors_hooks(saved.pack, _unpack))
+    def _enter(self, stack: ExitStack, place: Hashable) -> None:
+        site = _sites_of(self._ranks).at(place)
+        self._sites.add(site)
+        if site.saved is None:
+            channel = Channel(self._ranks, site.decisions.number)
+            site.saved = SavedTensors(channel, site.decisions, self._policy)
+            stack.callback(setattr, site, "saved", None)
+        stack.enter_context(saved_tensors_hooks(site.saved.pack, _unpack))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Returns the bytes that are kept now on this rank, by kind (partitioned, whole) and tier (device, host).
@@ -142,27 +173,28 @@ class ActivationPartition:
         entered it; without params, and without what ``torch.utils.checkpoint`` holds itself.
         """
         found: dict[str, dict[str, int]] = {"partitioned": {}, "whole": {}}
-        for decisions in self._decisions:
-            for packed in decisions.packed:
+        for site in self._sites:
+            for packed in site.decisions.packed:
                 tiers = found["partitioned" if isinstance(packed, PartitionedActivation) else "whole"]
                 tiers[packed.tier] = tiers.get(packed.tier, 0) + packed.nbytes
         return found
 
 
-def _site(frame: FrameType) -> Hashable:
+def _place(frame: FrameType) -> Hashable:
     """The place in the program of a ``with``; of a call of ``ExitStack.enter_context()``, not of its one line."""
     while frame.f_code.co_filename == contextlib.__file__ and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
 
 
-def _decisions(ranks: Ranks, site: Hashable) -> Decisions:
+def _sites_of(ranks: Ranks) -> _Sites:
     if ranks.group is None:
-        return ALONE[site]
-    if ranks.group not in GROUPS:
+        return _ALONE
+    sites = note_of(ranks.group, _Sites)
+    if sites.number is None:
         # A number that no window of an optimizer in this group has, or will have.
-        GROUPS[ranks.group] = by_site(Transport(ranks, torch.device("cpu")).open(torch.empty(0), 0).number)
-    return GROUPS[ranks.group][site]
+        sites.number = Transport(ranks, torch.device("cpu")).open(torch.empty(0), 0).number
+    return sites
 
 
 def _unpack(packed: PackedActivation) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ..domain.hyperparameters import plain_numbers
 from ..errors import ShardoptError
 from ..module.ddp import syncs_buffers
 from ..module.hooks import call_while_alive
-from ..partition.comm.all_gather import GatherKind
+from ..partition.comm.tags import GatherKind
 from ..step.step import Call
 from ..units.unit import UnitState
 from ..units.unit_orders import Direction

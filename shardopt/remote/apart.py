@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..partition.comm.all_gather import GatherKind
 from ..partition.comm.ended import note_unsent
 from ..partition.comm.host_group import host_group
-from ..partition.comm.messages import WAITS, book_of
+from ..partition.comm.messages import WAITS, book_of, collectives_in
+from ..partition.comm.tags import GatherKind
 
 if TYPE_CHECKING:
     from ..partition.comm.messages import AskingGather
@@ -61,7 +61,7 @@ def wait_of(thread: int, groups: Sequence[dist.ProcessGroup]) -> Wait | None:
         if group not in groups:
             return None
         if number is None:
-            number = book_of(group).collectives if tag is None else book_of(group).counts[tag]
+            number = collectives_in(group) if tag is None else book_of(group).counts[tag]
         return Wait(groups.index(group), tag, number, phase)
     frame = sys._current_frames().get(thread)
     while frame is not None:
@@ -71,7 +71,7 @@ def wait_of(thread: int, groups: Sequence[dist.ProcessGroup]) -> Wait | None:
             if not isinstance(given, dist.ProcessGroup) or given not in groups:  # to make one beside it is collective
                 return None
             group = host_group(given)
-            return Wait(groups.index(group), None, book_of(group).collectives, f"{code.co_name}()")
+            return Wait(groups.index(group), None, collectives_in(group), f"{code.co_name}()")
         frame = frame.f_back
     return None
 
@@ -155,8 +155,9 @@ class Apart:
         return [place, self._group.rank(), facts]
 
     def _has_begun(self, wait: Wait, rank: int) -> bool:
-        book = book_of(self._groups[wait.group])
-        return (book.collectives if wait.tag is None else book.begun_with(wait.tag, rank)) >= wait.number
+        group = self._groups[wait.group]
+        begun = collectives_in(group) if wait.tag is None else book_of(group).begun_with(wait.tag, rank)
+        return begun >= wait.number
 
     def _verdict(self, gather: AskingGather, waiting: dict[int, Wait]) -> str:
         rank, wait = min(waiting.items())

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError, DisagreementError
-from ..partition.comm.all_gather import GatherKind
+from ..partition.comm.tags import GatherKind
 from ..profiler import labelled
 from .unit import Stay, UnitState
 

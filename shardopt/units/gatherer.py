@@ -31,7 +31,8 @@ from .unit_orders import UnitOrders
 
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
-    from ..partition.comm.all_gather import AllGather, GatherKind, Window
+    from ..partition.comm.all_gather import AllGather, Window
+    from ..partition.comm.tags import GatherKind
     from .schedule import Budget
     from .unit import ParamShard, Unit
 

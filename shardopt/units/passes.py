@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import CommunicationError
-from ..partition.comm.all_gather import GatherKind
+from ..partition.comm.tags import GatherKind
 from .unit import Stay
 from .unit_orders import Direction, ModelPass
 

@@ -15,7 +15,6 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..errors import CommunicationError
-from ..partition.comm.transport import barrier
 
 if TYPE_CHECKING:
     from ..partition.comm.transport import Transport
@@ -65,7 +64,7 @@ class SliceWrites:
         is_known = False
         for each in self.transports:
             try:
-                barrier(each.ranks, problem is not None, "writing offloaded params")
+                each.ranks.barrier(problem is not None, "writing offloaded params")
             except CommunicationError:
                 is_known = True
         if is_known:

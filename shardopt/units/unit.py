@@ -14,8 +14,9 @@ from ..partition.comm.group import as_bytes
 
 if TYPE_CHECKING:
     from ..partition.bucket import Bucket
-    from ..partition.comm.all_gather import AllGather, GatherKind, Window
+    from ..partition.comm.all_gather import AllGather, Window
     from ..partition.comm.holders import Holders
+    from ..partition.comm.tags import GatherKind
     from ..partition.comm.transport import Transport
     from .secondary import SecondaryShard
 

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from shardopt import ShardedAdamW, Tuning
-from shardopt.activations.partition import _OPEN
 from tests.support.launch import launch
 from tests.support.live_bytes import LiveBytes
 from tests.support.llama import WIDTH, WORDS, Llama
@@ -178,17 +177,19 @@ def runs(context: Context) -> dict[str, list[Tensor]]:
 def every_way() -> None:
     expected = runs(nullcontext)
     seen: list[dict[str, dict[str, int]]] = []
+    entered: list[shardopt.activations.partition.ActivationPartition] = []
 
     @contextmanager
     def partitioned() -> Iterator[None]:
         with shardopt.partition_activations(keep_below=100) as context:
+            entered.append(context)
             yield
             seen.append(context.memory())
 
     found = runs(partitioned)
     for way, theirs in expected.items():
         assert same(found[way], theirs), way
-    assert not _OPEN
+    assert all(site.saved is None for context in entered for site in context._sites)
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert sum(bool(each["partitioned"]) for each in seen) >= len(expected)
         # 924 elements of 4 bytes: no half of them is a whole number of 16 bytes.

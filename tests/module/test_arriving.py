@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
 from shardopt import CommunicationError, ShardedSGD, ShardoptError, Tuning
-from shardopt.partition.comm.all_gather import FIRST_TAG
 from shardopt.partition.comm.async_gather import AsyncGather
+from shardopt.partition.comm.tags import FIRST_TAG
 from shardopt.step import update
 from shardopt.tensors.arriving_guard import ArrivingParameter
 from tests.support.compiled import nothing_compiled

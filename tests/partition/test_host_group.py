@@ -61,8 +61,8 @@ def is_one_for_all() -> None:
     assert world is not None
     group, expected = for_gpus(), trained(world)
     assert trained(group) == expected
-    beside = weakref.ref(host_group._BESIDE[group])
-    assert trained(group) == expected and host_group._BESIDE[group] is beside()
+    beside = weakref.ref(host_group.host_group(group))
+    assert trained(group) == expected and host_group.host_group(group) is beside()
     dist.destroy_process_group(group)
     del group
     gc.collect()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +15,7 @@ from ...errors import DisagreementError
 from ..streams import last_used
 from . import collectives
 from .group import Pending, as_bytes
+from .tags import FIRST_TAG, GatherKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,37 +23,7 @@ if TYPE_CHECKING:
     from .group import Ranks
     from .peer_memory import PeerMemory
 
-# First tag of messages that carry shards, above the tags of messages that carry gradients: gloo matches by tag alone,
-# and a shard could arrive in the buffer of a gradient.
-FIRST_TAG = 1 << 30
-_NUMBERS = 1 << 18  # of a transport's windows; gathers of another kind have other tags
 CAST_NUMEL = 1 << 16  # elements of another dtype that are read at a time: they stay in the cache until they are cast
-
-
-class GatherKind(IntEnum):
-    """What a gather of a unit is for: ranks must run a scheduled one alike, and may differ in the others.
-
-    Gathers of two kinds never meet: one that a rank runs on demand would else take the message of a scheduled one, for
-    which its own would then wait in vain.
-    """
-
-    SCHEDULED = 0
-    ON_DEMAND = 1
-    """Of a forward or a backward, by a use that the schedule does not have."""
-
-    EVALUATION = 2
-    """Of a forward that no backward follows."""
-
-    def tag_of(self, window: int) -> int:
-        """Returns the tag of the messages that fill the window of this number."""
-        return FIRST_TAG + self * _NUMBERS + window
-
-    @staticmethod
-    def of_tag(tag: int) -> tuple[GatherKind, int]:
-        """Returns what messages of this tag are for, and the number of their window."""
-        window = tag - FIRST_TAG
-        kind = GatherKind(window // _NUMBERS % 4)
-        return kind, window - kind * _NUMBERS
 
 
 class ShardCode(Protocol):

@@ -19,10 +19,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .all_gather import FIRST_TAG, AllGather
+from .all_gather import AllGather
 from .host_group import host_group
 from .host_marks import FILLED, READ
 from .messages import waiting
+from .tags import FIRST_TAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

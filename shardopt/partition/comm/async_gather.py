@@ -19,7 +19,7 @@ import torch
 
 from ...errors import CommunicationError
 from ...gpu_stream import current_stream, on_stream
-from .all_gather import FIRST_TAG
+from .tags import FIRST_TAG
 
 if TYPE_CHECKING:
     from .all_gather import AllGather, Window

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import graph
+
+from .notes import note_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -28,12 +29,19 @@ if TYPE_CHECKING:
 _TORCH = os.path.dirname(torch.__file__)
 _WAITS = (os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "nn", "parallel", ""), graph.__file__)
 
-# By group: the ranks that end, each with the number of exchanges that it has begun.
-_ENDED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 
+class _Exchanges:
+    """Exchanges of a group that the group's own number does not tell.
 
-# By group: messages of gathers that this rank completed for a rank apart, beside those that it would have sent itself.
-_UNSENT: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+    Attributes:
+        ended: the ranks that end, each with the number of exchanges that it has begun.
+        unsent: messages of gathers that this rank completed for a rank apart, beside those that it would have sent
+            itself.
+    """
+
+    def __init__(self) -> None:
+        self.ended: dict[int, int] = {}
+        self.unsent = 0
 
 
 def begun(group: dist.ProcessGroup) -> int:
@@ -43,27 +51,27 @@ def begun(group: dist.ProcessGroup) -> int:
         with suppress(RuntimeError):  # a backend that does not count
             backend: Any = group._get_backend(device)
             found += backend._get_sequence_number_for_group()
-    return found + _UNSENT.get(group, 0)
+    return found + note_of(group, _Exchanges).unsent
 
 
 def note_unsent(group: dist.ProcessGroup, count: int) -> None:
     """Counts messages that another rank has begun and this one has not, because it completed a gather of it alone."""
-    _UNSENT[group] = _UNSENT.get(group, 0) + count
+    note_of(group, _Exchanges).unsent += count
 
 
 def note_ended(group: dist.ProcessGroup, rank: int, count: int) -> None:
     """Records that a rank ends, which has begun so many exchanges in the group."""
-    _ENDED.setdefault(group, {})[rank] = count
+    note_of(group, _Exchanges).ended[rank] = count
 
 
 def ended_ranks(group: dist.ProcessGroup | None) -> list[int]:
     """Returns the ranks of the group that have said that they end."""
-    return [] if group is None else sorted(_ENDED.get(group, ()))
+    return [] if group is None else sorted(note_of(group, _Exchanges).ended)
 
 
 def is_ahead(groups: Sequence[dist.ProcessGroup]) -> bool:
     """True if this rank has begun an exchange to which a rank that ends never came."""
-    return any(begun(group) > count for group in groups for count in _ENDED.get(group, {}).values())
+    return any(begun(group) > count for group in groups for count in note_of(group, _Exchanges).ended.values())
 
 
 def waits() -> bool:

@@ -8,7 +8,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,9 @@ from . import collectives
 from .ended import ended_ranks
 from .host_group import backend_of, host_group, timeout_of
 from .messages import WAITS, AskingGather, book_of
-from .patience import NEVER_SENT, await_news_of_readers, is_read_alone, wait_for_collective, wait_for_message
+from .notes import note_of
+from .patience import await_news_of_readers, is_read_alone, wait_for_collective, wait_for_message
+from .tags import NEVER_SENT
 
 # Longest description that ranks exchange to find where they differ. A longer one that a peer announces is refused
 # before memory is allocated for it.
@@ -41,8 +42,9 @@ _PAUSE = 50e-6
 
 _CPU = torch.device("cpu")
 
-# By group: the phases of exchanges that did not finish. A backend may match the messages of one with later ones.
-_BROKEN: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]" = weakref.WeakKeyDictionary()
+
+class _Unfinished(list[str]):
+    """The phases of exchanges that did not finish. A backend may match the messages of one with later ones."""
 
 
 class Pending(NamedTuple):
@@ -76,7 +78,7 @@ class Ranks:
         self.size = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
         self._deadline = deadline
-        self._broken: list[str] = [] if group is None else _BROKEN.setdefault(group, [])
+        self._broken: list[str] = [] if group is None else note_of(group, _Unfinished)
 
     @staticmethod
     def alone() -> "Ranks":
@@ -265,6 +267,12 @@ class Ranks:
             return [values for _, *values in found]
 
         return end
+
+    def barrier(self, failed: bool, phase: str) -> None:
+        """Collective: raises CommunicationError on every rank if one failed."""
+        reports = self.exchange([int(failed)], phase)
+        if [1] in reports:
+            raise CommunicationError(f"while {phase}: rank {reports.index([1])} could not go on.")
 
     def exchange_json(self, value: Any, phase: str) -> list[Any]:
         """Collective: returns every rank's JSON-able value, by rank. Nothing that a peer sends is unpickled."""

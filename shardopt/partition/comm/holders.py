@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .all_gather import FIRST_TAG, Window, by_batches, by_messages, by_reading
+from .all_gather import Window, by_batches, by_messages, by_reading
 from .hosts import SomeRanks
+from .tags import FIRST_TAG
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -12,7 +12,6 @@ group without a backend for host memory gets a gloo group beside it, of the same
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +19,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
+from .notes import note_of
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
 _CPU = torch.device("cpu")
-# Process group -> its gloo group, one for all optimizers. Weak: it goes with the process group. Test:
-# test_one_group_beside_goes_with_its_group in tests/partition/test_host_group.py.
-_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _MAKING = threading.Lock()  # two threads at once would each make a group, and ranks could connect unlike ones
+
+
+class _Beside:
+    """The gloo group beside a group: one for all optimizers, which goes with the process group.
+
+    Test: test_one_group_beside_goes_with_its_group in tests/partition/test_host_group.py.
+    """
+
+    gloo: dist.ProcessGroup | None = None
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -39,9 +46,10 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if backend_of(group, _CPU) is not None:
         return group
     with _MAKING:
-        if group not in _BESIDE:
-            _BESIDE[group] = _gloo_beside(group)
-        return _BESIDE[group]
+        beside = note_of(group, _Beside)
+        if beside.gloo is None:
+            beside.gloo = _gloo_beside(group)
+        return beside.gloo
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .notes import note_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -86,22 +87,12 @@ class Book:
             another one may know.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = weakref.ref(group)
+    def __init__(self) -> None:
         self.counts, self.completed = Counter[int](), Counter[tuple[int, int]]()
         self.asking: dict[int, AskingGather] = {}
         self.inquirers: list[Callable[[AskingGather], bool]] = []
         self.messages = 0  # sent and received
         self.boards = 0  # notice boards in memory: what a rank shows there counts by tags below 0
-
-    @property
-    def collectives(self) -> int:
-        """How many collectives of host memory this rank has begun in the group, by whatever library."""
-        group = self._group()
-        if group is None:
-            return 0
-        backend: Any = group._get_backend(torch.device("cpu"))  # not begun(): it counts a backend of two devices twice
-        return int(backend._get_sequence_number_for_group()) - self.messages
 
     def note(self, tag: int, count: int) -> None:
         """Notes that this rank has begun messages of a tag to all ranks: so many are sent and received."""
@@ -113,7 +104,6 @@ class Book:
         return self.counts[tag] + self.completed[tag, rank]
 
 
-_BOOKS: weakref.WeakKeyDictionary[dist.ProcessGroup, Book] = weakref.WeakKeyDictionary()
 # By thread: the group in which it waits, the tag of the message (None: a collective), what it is for, and how many
 # of this tag the others must have begun (None: as many as this rank has).
 WAITS: dict[int, tuple[dist.ProcessGroup, int | None, str, int | None]] = {}
@@ -141,7 +131,10 @@ def waiting(
 
 def book_of(group: dist.ProcessGroup) -> Book:
     """Returns what this rank has begun in a group."""
-    found = _BOOKS.get(group)
-    if found is None:
-        found = _BOOKS.setdefault(group, Book(group))
-    return found
+    return note_of(group, Book)
+
+
+def collectives_in(group: dist.ProcessGroup) -> int:
+    """Returns how many collectives of host memory this rank has begun in a group, by whatever library."""
+    backend: Any = group._get_backend(torch.device("cpu"))  # not begun(): it counts a backend of two devices twice
+    return int(backend._get_sequence_number_for_group()) - book_of(group).messages

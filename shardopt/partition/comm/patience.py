@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .notes import note_of
+from .tags import NEVER_SENT
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -27,42 +29,48 @@ if TYPE_CHECKING:
 
 _TICK = 0.05  # seconds between two looks at the waits for messages
 _WITHOUT_END = timedelta(days=365)
-NEVER_SENT = (1 << 31) - 1  # the tag of a message that nobody sends
 
-# By group: when a rank that reads alone has last said so.
-_BEATS: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
-# By group: how many ranks read alone at this moment.
-_READERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _NEWS = 2.0  # seconds in which a rank hears that a reader was killed, once a connection of a backend has ended
+
+
+class _Readers:
+    """The ranks of a group that read alone.
+
+    Attributes:
+        beat: when one of them has last said so.
+        count: how many do at this moment.
+    """
+
+    beat, count = 0.0, 0
 
 
 def note_beat(groups: Sequence[dist.ProcessGroup]) -> None:
     """Records that a rank of these groups reads alone at this moment."""
     for group in groups:
-        _BEATS[group] = time.monotonic()
+        note_of(group, _Readers).beat = time.monotonic()
 
 
 def is_read_alone(group: dist.ProcessGroup | None, since: float) -> bool:
     """True if some rank of the group has said since then that it reads alone."""
-    return group is not None and _BEATS.get(group, 0.0) > since
+    return group is not None and note_of(group, _Readers).beat > since
 
 
 @contextmanager
 def attending(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
     """A context in which a rank of these groups reads alone."""
     for group in groups:
-        _READERS[group] = _READERS.get(group, 0) + 1
+        note_of(group, _Readers).count += 1
     try:
         yield
     finally:
         for group in groups:
-            _READERS[group] -= 1
+            note_of(group, _Readers).count -= 1
 
 
 def await_news_of_readers(group: dist.ProcessGroup | None) -> None:
     """Waits a moment, after an exchange has failed, until it is known whether a rank that reads alone was killed."""
     end = time.monotonic() + _NEWS
-    while group is not None and _READERS.get(group) and time.monotonic() < end:
+    while group is not None and note_of(group, _Readers).count and time.monotonic() < end:
         time.sleep(_TICK)
 
 
@@ -118,7 +126,7 @@ class _MessageWait:
         if time.monotonic() < self.began + self.seconds or self.is_over:
             return
         if is_read_alone(self.group, self.began):
-            self.began = _BEATS[self.group]
+            self.began = note_of(self.group, _Readers).beat
             return
         self.is_over = True
         end_waits(self.group, self.peer)

@@ -16,20 +16,18 @@ nothing it tells STUCK, and no rank uses the group again.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
-import weakref
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ...errors import CommunicationError
 from . import collectives
 from .group import Pending
 from .left import error_of, kind_of
+from .notes import note_of, noted
 from .patience import end_waits
 
 if TYPE_CHECKING:
@@ -39,9 +37,18 @@ _UNHEARD = -1  # in place of a word that has not come
 # A word, from its lowest bit: a RankStatus, the type of the error, and which roll call this is: of which optimizer, and
 # how often it was made. Else a rank that left between the rounds of two optimizers would be heard in the other one's.
 _STATUS_BITS, _KIND_BITS, _CALL_BITS, _NUMBER_BITS = 2, 8, 32, 20
-_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-# By group of host memory: what the last rank that left there told without waiting for the others.
-_TOLD: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+
+
+class _RollCalls:
+    """The roll calls of a group.
+
+    Attributes:
+        count: of the objects that make them.
+        told: the work by which this rank told last that it left, without waiting for the others.
+    """
+
+    count = 0
+    told: Any = None
 
 
 class RankStatus(IntEnum):
@@ -64,8 +71,9 @@ class RollCall:
         """Every rank of the group makes its roll calls in the same order."""
         self._ranks, self._phase = ranks, phase
         assert ranks.group is not None
-        number = next(_NUMBERS.setdefault(ranks.group, itertools.count(1)))
-        self._first = number % (1 << _NUMBER_BITS) << _CALL_BITS
+        calls = note_of(ranks.group, _RollCalls)
+        calls.count += 1
+        self._first = calls.count % (1 << _NUMBER_BITS) << _CALL_BITS
         self._call = self._first  # the number of this roll call among all of the group's
         self._words = torch.empty(0)  # from each rank
         self._pending = Pending(phase, ())
@@ -82,7 +90,7 @@ class RollCall:
         self._words = torch.full_like(own, _UNHEARD)  # anew: abandoned ones may still come
         self._pending = self._ranks.begin(self._phase, collectives.all_to_all, self._words, own)
         if status is not RankStatus.ISSUED:
-            _TOLD[self._ranks.host] = self._pending.works[0]
+            note_of(self._ranks.host, _RollCalls).told = self._pending.works[0]
 
     def wait_for_all(self) -> None:
         """Waits for the statuses of all ranks.
@@ -135,9 +143,14 @@ def end_what_was_told() -> None:
 
     Threads of gloo's run them, for which a process waits at its end.
     """
-    for group, work in list(_TOLD.items()):
-        if not work.is_completed():
+    for group, calls in noted(_RollCalls):
+        if calls.told is not None and not calls.told.is_completed():
             end_waits(group, (group.rank() + 1) % group.size())
 
 
-os.register_at_fork(after_in_child=_TOLD.clear)  # the connections are the parent's
+def _forget() -> None:
+    for _, calls in noted(_RollCalls):
+        calls.told = None
+
+
+os.register_at_fork(after_in_child=_forget)  # the connections are the parent's

@@ -19,24 +19,24 @@ update: every rank first waits until the other ranks' shards are written, and la
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from ...errors import BindingError, CommunicationError
+from ...errors import BindingError
 from . import all_to_all
-from .all_gather import FIRST_TAG, GatherKind, Window, by_asking, by_collectives, by_messages, by_reading
+from .all_gather import Window, by_asking, by_collectives, by_messages, by_reading
 from .async_gather import AsyncGather
 from .group import Traffic
+from .notes import note_of
 from .peer_board import PeerBoard
 from .peer_memory import PeerMemory
 from .reduce_scatter import NoReduceScatter
 from .reduce_scatter_collective import CodedReduceScatter, CollectiveReduceScatter
 from .reduce_scatter_p2p import P2PReduceScatter
 from .reduce_scatter_peer import PeerReduceScatter
+from .tags import FIRST_TAG, WINDOWS, GatherKind
 from .together import riding_on, together
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ if TYPE_CHECKING:
     from .hosts import Hosts
     from .reduce_scatter import ReduceScatter
 
-# Numbers of windows that one transport has; 512 transports of a group have numbers of their own. Tags are made of these
-# numbers: with equal tags a message of one optimizer could be taken for one of another.
-_WINDOWS = 1 << 20  # a quarter of them for each kind of gather
 
-# Process group -> the number of transports that it has had.
-_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+class _Transports:
+    """How many transports a group has had."""
+
+    count = 0
 
 
 class Transport:
@@ -79,10 +78,11 @@ class Transport:
         self._hosts = hosts
         self.ranks, self._device, self._reach = ranks, device, reach
         self._memory, self._cards = memory, cards
-        self._number = 0 if ranks.group is None else _TRANSPORTS.get(ranks.group, 0)
+        self._number = 0
         if ranks.group is not None:
-            _TRANSPORTS[ranks.group] = self._number + 1
-        self._first = self._opened = self._number % 512 * _WINDOWS  # the number of no window
+            transports = note_of(ranks.group, _Transports)
+            self._number, transports.count = transports.count, transports.count + 1
+        self._first = self._opened = self._number % 512 * WINDOWS  # the number of no window
         self.traffic = Traffic()
         self._all_to_all: AllToAll | None = None
 
@@ -139,7 +139,7 @@ class Transport:
     def barrier(self, phase: str) -> None:
         """Waits until every rank's writes to its shards may be read: collective if ranks read each other's memory."""
         if self._memory is not None:
-            barrier(self.ranks, False, phase)
+            self.ranks.barrier(False, phase)
 
     def open(self, flat: torch.Tensor, shard_numel: int) -> Window:
         """Collective: opens a window on each rank's buffer, which must stay where it is while the window is used."""
@@ -297,18 +297,11 @@ class Gather:
         if self._ranks.size == 1:
             return
         if self._all_gather.reads_memory:
-            barrier(self._ranks, failed, f"{self._phase} (waiting for every rank's update)")
+            self._ranks.barrier(failed, f"{self._phase} (waiting for every rank's update)")
             if not self._all_gather.ends:  # on no rank: nothing is read before a module needs it, as at stage 3
                 return
         phase = f"{self._phase} (waiting for every rank's copy)"
         # A rank that wrote or freed its params before all have read them would give them other values. All must know
         # as well if one could not read.
-        with together(riding_on(lambda also: barrier(self._ranks, failed or also, phase))):
+        with together(riding_on(lambda also: self._ranks.barrier(failed or also, phase))):
             self._all_gather.finish()
-
-
-def barrier(ranks: Ranks, failed: bool, phase: str) -> None:
-    """Collective: a barrier that raises CommunicationError on every rank if one failed."""
-    reports = ranks.exchange([int(failed)], phase)
-    if [1] in reports:
-        raise CommunicationError(f"while {phase}: rank {reports.index([1])} could not go on.")
