@@ -316,6 +316,7 @@ class Bindings:
         if not candidates and is_bound:
             check_unused(init)
             return
+        takeover.coverage.check_in_place()  # first: a transform of torch.func allows no message either
         with torch.no_grad(), self.takeover.closure.raising_together():
             self._bind_together(self.takeover, by_domain, candidates, init)
 

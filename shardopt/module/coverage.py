@@ -118,6 +118,16 @@ class Coverage:
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
+    def check_in_place(self) -> None:
+        """Raises BindingError if a binding would find other tensors in the params' places, or may not write to them."""
+        is_own = all(isinstance(param, nn.Parameter) for param in self.module.parameters())
+        if not is_own or torch._C._functorch.get_interpreter_stack():
+            raise BindingError(
+                "call optimizer.bind() on every rank before the first functional_call(), grad() or vmap() of "
+                "torch.func: the first forward binds the module's params, and this one ran with other tensors in their "
+                "places, or in a transform that allows no write to memory. Nothing was bound."
+            )
+
     def check_covers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises BindingError if an unbound param of these groups is not the module's."""
         own = {*self.module.parameters(), *_outers(self)}

@@ -404,12 +404,17 @@ class RoundGradients:
         # A param that held a sum shows it still.
         new = slices if not any(held) else [own for own in slices if not held[own.number]]
         uses = list(map(getrefcount, map(_PART, new)))
-        for own, count in zip(new, uses, strict=True):
-            entry = self.entries[own.number]
-            if entry.outer is entry.param and count == _UNSHARED:  # it can show another gradient
-                entry.param.grad = own.part
-            else:
-                entry.show_gradient(GradientPart(own, entry.param))
+        try:
+            for own, count in zip(new, uses, strict=True):
+                entry = self.entries[own.number]
+                if entry.outer is entry.param and count == _UNSHARED:  # it can show another gradient
+                    entry.param.grad = own.part
+                else:
+                    entry.show_gradient(GradientPart(own, entry.param))
+        except RuntimeError:  # torch compares dtypes and devices: the model was moved before this forward
+            for entry in shown:
+                entry.check()
+            raise
         settle(slices)
         if self.stage is not None:  # other stages' sums were not measured, and have their norms still
             buckets = [entry.shard.number for entry in shown]

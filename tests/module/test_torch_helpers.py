@@ -12,7 +12,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
-from shardopt import ReleasedError, ShardedAdamW, Tuning
+from shardopt import BindingError, ReleasedError, ShardedAdamW, Tuning
 from tests.optim.test_drop_in import SCHEDULERS
 from tests.support.ranks import Pool
 from tests.support.training import Net, batch, close_to, ddp, loss_of, raises, train_step
@@ -134,3 +134,51 @@ def test_rank_0s_params(ranks: Pool) -> None:
 
 def test_averages(ranks: Pool) -> None:
     ranks.run(averages, world=2)
+
+
+def functional_call_first() -> None:
+    """A binding would find other tensors in the params' places, or may not write: nothing is bound until bind()."""
+    inputs, _ = batch(0)
+    for stage in STAGES:
+        model = Net()
+        opt = ShardedAdamW(model, lr=1e-2, stage=stage, tuning=SMALL)
+        named = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+        def called(tensors: dict[str, Any], model: nn.Module = model) -> Any:
+            return torch.func.functional_call(model, tensors, (inputs,)).square().sum()
+
+        for use in (called, torch.func.grad(called)):
+            with raises(BindingError, "call optimizer.bind() on every rank before", "torch.func", "Nothing was bound"):
+                use(named)
+        opt.bind()
+        with opt.unsharded():
+            torch.func.grad(called)(named)
+        train_step(model, opt, 0)
+        opt.close()
+
+
+def test_functional_call_first(ranks: Pool) -> None:
+    for world in (1, 2):
+        ranks.run(functional_call_first, world=world)
+
+
+def recast_between_steps() -> None:
+    """Params of another dtype than their gradients' sums: the backward says so, and the optimizer closes."""
+    for stage in (0, 1, 2):
+        model = nn.Linear(3, 2)
+        opt = ShardedAdamW(model, lr=1e-2, stage=stage, tuning=SMALL)
+        for dtype in (torch.float32, torch.bfloat16):
+            loss = model.to(dtype)(torch.ones(2, 3, dtype=dtype)).sum()
+            if dtype is torch.bfloat16:
+                with raises(BindingError, "was moved, recast", "call close(), and construct it anew"):
+                    loss.backward()
+                break
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        opt.close()
+
+
+def test_recast_between_steps(ranks: Pool) -> None:
+    for world in (1, 2):
+        ranks.run(recast_between_steps, world=world)
