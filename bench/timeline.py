@@ -17,7 +17,8 @@ one that is predicted by the same factor on each side of each matrix, so bytes g
   factor, which was fitted to one result: the step of stage 2.
 
 The H100 ran earlier commits. ``--record FILE`` writes what stand-ins record of the commit at hand, and ``--held-out``
-predicts each result from the record of its own commit, and from the times of ``bench/host.py`` of that commit.
+predicts each result from the record of its own commit, and from the times of ``bench/host.py`` of that commit: both
+are made by ``bench/earlier.py``. All times are to come from one machine that did nothing else.
 """
 
 import argparse
@@ -48,6 +49,7 @@ from tests.support.training import one_thread
 
 LARGER = 32
 MI = 1 << 20
+CHUNKS = 64  # of an update of bench/host.py
 BLOCKS = 12  # of the model of bench/host.py that has as many params as this one
 Make = Callable[[Machine], Calls]
 
@@ -61,12 +63,14 @@ class Training:
 
     Attributes:
         host: the row of ``bench/host.py`` that its host's time is taken from; None: its updates and moves have one.
+        chunks: the update there whose chunks its own are; None: states lie on the device.
         waits: True if the measurement waits for the device after each call.
     """
 
     make: Make
     world: int = 1
     host: str | None = None
+    chunks: str | None = None
     waits: bool = False
 
 
@@ -128,11 +132,11 @@ TRAININGS = {
     "ddp": Training(gpt(None), host=DDP),
     **{f"stage-{stage}": Training(gpt(stage), host=f"stage {stage}") for stage in (0, 1, 2)},
     "stage-3": Training(gpt(3), host="stage 3, keep_below=0"),
-    "stage-2-ring": Training(gpt(2, offload=RING), host="stage 2"),
-    "stage-2-cpu-step": Training(gpt(2, offload=CPU_STEP), host="stage 2"),
+    "stage-2-ring": Training(gpt(2, offload=RING), host="stage 2", chunks="update-ring"),
+    "stage-2-cpu-step": Training(gpt(2, offload=CPU_STEP), host="stage 2", chunks="update-cpu-step"),
     **{f"stage-{stage}-of-8": Training(gpt(stage), 8, host=f"stage {stage}") for stage in (1, 2)},
     "stage-3-of-8": Training(gpt(3), 8, host="stage 3, keep_below=0"),
-    "stage-2-ring-of-8": Training(gpt(2, offload=RING), 8, host="stage 2"),
+    "stage-2-ring-of-8": Training(gpt(2, offload=RING), 8, host="stage 2", chunks="update-ring"),
     "update-ring": Training(flat(offload=RING), waits=True),
     "update-cpu-step": Training(flat(offload=CPU_STEP), waits=True),
     "moves": Training(flat(moves=True), waits=True),
@@ -165,9 +169,8 @@ NOT_PREDICTED = {
     "FSDP2, DDP's own reducer": "they run in C++ of torch, which the stand-ins do not see: DDP is the plain "
     "model, with the host's time of DDP",
     "DDP + shardopt stage 1": "likewise, and its host's time was not measured apart",
-    "the host of the H100": "its time for the phases of a training is that of another, busy CPU (bench/host.py)",
-    "step='gpu', step, states offloaded": "the host's time for each of 64 chunks was measured on a busy "
-    "machine, where it is twice what that of the H100 can have been",
+    "the host of the H100": "its time is that of another CPU on a null device (bench/host.py), times one factor; what "
+    "cuBLAS and cuDNN take on the host for each call is not in it",
     "step='cpu'": "the native kernel is taken to move bytes as fast as a copy in host memory, on all cores",
     "reload()": "the commit that was measured gave registered memory back, which takes no time here",
     "commits": "beside results of an H100 stand the commit at hand, or with --held-out the commits that it ran",
@@ -178,29 +181,38 @@ NOT_PREDICTED = {
 }
 
 
-def host_times(name: str, hardware: Hardware, commit: str = "") -> dict[str, int]:
+def host_times(name: str, found: Round, hardware: Hardware, commit: str = "") -> dict[str, int]:
     """Nanoseconds of the host by call, as ``bench/host.py`` measured them for a GPU.
+
+    A training whose states come and go in chunks takes for each of them what an update without a model takes.
 
     Args:
         name: of a training; of one with a model, the times are those of a model of as many params.
+        found: what was recorded of it.
         commit: an earlier one that they are of.
     """
-    of = f"host-of-{commit}-" if commit else "host-"
-    row, ddp = TRAININGS[name].host, _newest("host-null-1-ranks")[DDP]["least seconds"][0]
-    if row is None:
-        found = _newest(f"{of}moves-null")
-        its = {key.partition(", ")[2]: value for key, value in found.items() if key.startswith(f"{name}, ")}
-        seconds = {call: value["least seconds"] for call, value in its.items()}
-        driver, of_ddp = {call: value["driver"] for call, value in its.items()}, found.get(DDP, ddp)
+    of, training = f"host-of-{commit}-" if commit else "host-", TRAININGS[name]
+    moves = {
+        key: value["least seconds"] + value["driver"]
+        for key, value in _newest(f"{of}moves-null").items()
+        if "driver" in value
+    }
+    if training.host is None:
+        times = {key.partition(", ")[2]: seconds for key, seconds in moves.items() if key.startswith(f"{name}, ")}
     else:
-        found, phases = _newest(f"{of}null-1-ranks"), ("forward", "backward", "step")
-        seconds, calls = found[row]["least seconds"][0], found[row]["calls"][f"{BLOCKS} blocks"]
-        driver = {phase: seconds_of_driver({phase: calls[phase]}) for phase in phases}
-        of_ddp = found[DDP]["least seconds"][0]
-    # Times of another run, in which the machine may have been busier: DDP's step is in each.
-    share = sum(ddp.values()) / sum(of_ddp.values())
-    times = {call: share * seconds[call] + driver[call] for call in driver}
+        row, phases = _newest(f"{of}null-1-ranks")[training.host], ("forward", "backward", "step")
+        seconds, calls = row["least seconds"][0], row["calls"][f"{BLOCKS} blocks"]
+        times = {phase: seconds[phase] + seconds_of_driver({phase: calls[phase]}) for phase in phases}
+        if training.chunks and moves:
+            away, here = moves[f"{training.chunks}, step"], moves["moves, step, states on the device"]
+            times["step"] += (away - here) * _num_chunks(found) / CHUNKS
     return {call: int(1e9 * each * hardware.host) for call, each in times.items()}
+
+
+def _num_chunks(found: Round) -> int:
+    """Those that the second round updates."""
+    works = found.works[found.ends[len(found.names) - 1] :]
+    return sum(each.what in ("step_kernel", "an update on the CPU") for each in works)
 
 
 def _newest(name: str) -> dict[str, Any]:
@@ -222,7 +234,7 @@ def recorded(name: str) -> Round:
 def predict(name: str, found: Round, hardware: Hardware, commit: str = "") -> dict[str, Any]:
     """Returns a training's times; ``commit``: an earlier one, which was recorded."""
     training = TRAININGS[name]
-    host = host_times(name, hardware, commit)
+    host = host_times(name, found, hardware, commit)
     steps = timed(found, hardware, training.waits, host)
     nanoseconds = sum(each.nanoseconds for each in steps.values())
     busy: Counter[str] = Counter()
@@ -393,7 +405,7 @@ def of_machine(args: argparse.Namespace, records: dict[str, Round]) -> None:
     if hardware.name.startswith("h100") and set(TRAININGS) == set(records):
         results.update(compared(beside_results(lambda training, _: predictions[training])))
     first = args.training[0]
-    plan = drawn(records[first], hardware, host_times(first, hardware))
+    plan = drawn(records[first], hardware, host_times(first, records[first], hardware))
     if args.trace:
         args.trace.write_text(json.dumps(chrome_trace(plan)))
     if args.svg:
