@@ -177,7 +177,11 @@ class Arrivals:
             grad, own.pending = own.pending, None
         else:
             entry.outer.grad = None
-        assert grad is not None
+        if grad is None:
+            raise ShardoptError(
+                "let one thread at a time run forward and backward of this module (a lock around both): the gradient "
+                f"of {entry.name} was taken by a backward of another thread."
+            )
         if grad.layout is not torch.strided:
             raise ShardoptError(
                 "build the embedding with sparse=False, or give this param to torch.optim.SparseAdam and another "

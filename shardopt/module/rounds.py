@@ -19,6 +19,7 @@ main domain has all ranks: its report shows them what failed on the ranks of one
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Collection, Sequence
 from enum import Enum
@@ -125,6 +126,7 @@ class Rounds:
         self.main.has_stages = has_stages
         self.parts, self.bound = [self.main], list[RoundGradients]()
         self.syncing, self.is_in_forward = Syncing(), False
+        self._thread = 0  # of the backward that opened the last round
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self._is_fresh = False  # what gradients there are have been zeroed, and none was added
         self.announcer: Announcer | None = None
@@ -178,6 +180,20 @@ class Rounds:
         """True if a round is open."""
         reducer = self.turn.reducer
         return reducer is not None and reducer.is_open
+
+    def check_thread(self, thread: int) -> None:
+        """Raises ShardoptError if a round is open for a backward of another thread than this one."""
+        if self.is_open and self._thread != thread:
+            raise ShardoptError(
+                "let one thread at a time run forward and backward of this module (a lock around both), or call "
+                "zero_grad() if that backward failed: another thread is in the middle of a backward, which this call "
+                "would end or mix with its own."
+            )
+
+    @property
+    def _thread_of_backward(self) -> int:
+        """The thread that asked for the backward that runs; a device's gradients come on a thread of its own."""
+        return threading.get_ident() if self.main.domain.device.type == "cpu" else self.turn.trainer
 
     def check_reduced(self) -> None:
         """Raises ShardoptError if a round was abandoned."""
@@ -261,6 +277,7 @@ class Rounds:
             with self.closure.raising_together():
                 agree_on("round", world)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._thread = self._thread_of_backward
         self._begin(divisor or world.size, self.main.stage)
 
     def _begin(self, divisor: int, stage: int | None = None) -> None:
@@ -287,6 +304,8 @@ class Rounds:
             stage: the number of the called module that ran.
         """
         is_open = self.is_open
+        if is_open:
+            self.check_thread(self._thread_of_backward)
         self.syncing.graph_begins(syncs, is_open)
         if not is_open:
             # The ranks that run out in a join() follow rounds of all buckets.

@@ -5,6 +5,7 @@ A module that is wrapped in DistributedDataParallel loses DDP's reducer; see :mo
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -180,6 +181,7 @@ class ModuleTakeover:
         rounds = self.rounds
         if rounds is not None:
             if rounds.is_open:
+                rounds.check_thread(threading.get_ident())
                 rounds.abandon("a new forward began before its backward had ended")
             rounds.is_in_forward = True
             rounds.syncing.forward_begins(self._syncs(called))

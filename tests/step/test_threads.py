@@ -1,15 +1,18 @@
 """Threads that call one optimizer take turns: their steps are counted, and lose nothing."""
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import Parameter
 
-from shardopt import ShardedAdamW
+from shardopt import ShardedAdamW, ShardoptError, Tuning
 from tests.support.comparing import digest, raw
+from tests.support.training import raises
 
 STEPS = 10
 
@@ -76,3 +79,39 @@ def test_loads_and_moves_beside_steps(tmp_path: Path) -> None:
     )
     opt.step(lambda: opt.load_state_dict(loaded))  # a thread waits for others only
     opt.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_thread_at_a_time_runs_a_module(stage: int) -> None:
+    """A call of another thread would end the round, and lose what it has summed, or share its counts."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    alone = copy.deepcopy(model)
+    opt = ShardedAdamW(model, lr=0.01, stage=stage, tuning=Tuning(keep_below=1, bucket_bytes=64))
+    expected = ShardedAdamW(alone, lr=0.01, stage=stage, tuning=Tuning(keep_below=1, bucket_bytes=64))
+    inputs, begun, refused = torch.ones(2, 8), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert refused.wait(60)
+
+    earlier = model(inputs).sum()
+    hook = model[1].register_full_backward_pre_hook(wait)
+    thread = threading.Thread(target=model(inputs).square().sum().backward)
+    thread.start()
+    assert begun.wait(60)
+    hook.remove()
+    try:
+        for call in (earlier.backward, lambda: model(inputs)):
+            with raises(ShardoptError, "let one thread at a time", "zero_grad()", "another thread"):
+                call()
+    finally:
+        refused.set()
+        thread.join()
+    opt.step()
+    alone(inputs).square().sum().backward()
+    expected.step()
+    with opt.unsharded(), expected.unsharded():
+        assert [raw(each) for each in model.parameters()] == [raw(each) for each in alone.parameters()]
+    opt.close()
+    expected.close()
