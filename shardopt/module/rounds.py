@@ -126,7 +126,8 @@ class Rounds:
         self.main.has_stages = has_stages
         self.parts, self.bound = [self.main], list[RoundGradients]()
         self.syncing, self.is_in_forward = Syncing(), False
-        self._thread = 0  # of the backward that opened the last round
+        # A device's gradients come on a thread of its own: then the thread of the last forward stands for it.
+        self._thread, self._is_on_host = 0, True  # the thread that asked for the backward of the last round
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self._is_fresh = False  # what gradients there are have been zeroed, and none was added
         self.announcer: Announcer | None = None
@@ -152,7 +153,7 @@ class Rounds:
         leads = self.main.domain.reducer is not None and any(each.entries for each in self.parts)
         self.bound = [each for each in self.parts if each.entries or (leads and each is self.main)]
         if domain is self.main.domain:
-            self.turn.reducer = domain.reducer
+            self.turn.reducer, self._is_on_host = domain.reducer, domain.device.type == "cpu"
         for entry in entries:
             _note_unreduced(entry, is_early=True)
         if self.weights.in_use:
@@ -189,11 +190,6 @@ class Rounds:
                 "zero_grad() if that backward failed: another thread is in the middle of a backward, which this call "
                 "would end or mix with its own."
             )
-
-    @property
-    def _thread_of_backward(self) -> int:
-        """The thread that asked for the backward that runs; a device's gradients come on a thread of its own."""
-        return threading.get_ident() if self.main.domain.device.type == "cpu" else self.turn.trainer
 
     def check_reduced(self) -> None:
         """Raises ShardoptError if a round was abandoned."""
@@ -270,14 +266,15 @@ class Rounds:
         if self.release is not None and not self.release.begin(in_backward=True):
             return
         world, divisor = self.main.domain.mesh.world, None
-        check_not_alone(self.main.domain, "a backward")
+        if self.turn.alone is not None:
+            check_not_alone(self.main.domain, "a backward")
         if self.announcer is not None:
             divisor = self.announcer.before_round(self.main.held)
         if divisor is None and self.closure.is_on and not self.main.reducer.notifies_peers:
             with self.closure.raising_together():
                 agree_on("round", world)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        self._thread = self._thread_of_backward
+        self._thread = threading.get_ident() if self._is_on_host else self.turn.trainer
         self._begin(divisor or world.size, self.main.stage)
 
     def _begin(self, divisor: int, stage: int | None = None) -> None:
@@ -305,7 +302,7 @@ class Rounds:
         """
         is_open = self.is_open
         if is_open:
-            self.check_thread(self._thread_of_backward)
+            self.check_thread(threading.get_ident() if self._is_on_host else self.turn.trainer)
         self.syncing.graph_begins(syncs, is_open)
         if not is_open:
             # The ranks that run out in a join() follow rounds of all buckets.
