@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,6 +54,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         costs = json.loads(_COSTS.read_text())["files"] if _COSTS.exists() else {}
         dear = {"cpu": 30.0}  # a file that nobody has measured: last, it might leave the other worker idle
         items.sort(key=lambda item: -costs.get(item.nodeid.partition("::")[0], dear)["cpu"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``--dist loadfile`` does, but that files which share a dear process go to one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    from tests.support.together import place_of
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return place_of(nodeid)
+
+    return Together(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
