@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import compress, count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,4 +199,4 @@ class Report:
     @property
     def late(self) -> list[int]:
         """The params of which a gradient arrived on any rank after its bucket was sent."""
-        return [param for param, count in enumerate(self.counts[2]) if count]
+        return list(compress(count(), self.counts[2]))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import compress
-from operator import attrgetter, or_
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not, or_
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _UNSHARED = next(map(getrefcount, [object()]))  # the references to a part that only its slice refers to
 _REPORTING = "telling norms of gradients"
-_OUTER, _SLICE, _PART = map(attrgetter, ("outer", "gradient_slice", "part"))  # read of many, in C
+_OUTER, _PART = map(attrgetter, ("outer", "part"))  # read of many, in C
 
 
 def _left(report: Report) -> CommunicationError:
@@ -92,6 +92,7 @@ class RoundGradients:
     Attributes:
         reducer: of the domain, once that is bound.
         entries: all bound params, in the order of binding.
+        slices: of their gradients; empty if sums are used at once.
         layout: where the numbers of each param and piece lie in the report that ends a round.
         weights: of all domains' gradients.
         release: what uses sums at once, in place of showing them.
@@ -104,6 +105,7 @@ class RoundGradients:
     def __init__(self, domain: Domain, weights: GradientWeights, release: Release | None = None):
         self.domain, self.weights, self.release = domain, weights, release
         self.entries: list[ParamRecord] = []
+        self.slices: list[GradientSlice] = []
         self._buckets: dict[int, Arrivals] = {}  # by their number in the reducer
         self._hooks: list[Any] = []
         self._totals = GradientTotals()
@@ -120,11 +122,6 @@ class RoundGradients:
         """The numbers of the params that show a sum."""
         return [number for number, entry in enumerate(self.entries) if shown_slice(entry) is not None]
 
-    @property
-    def _slices(self) -> list[GradientSlice]:
-        """The slices of all gradients."""
-        return [entry.gradient_slice for entry in self.entries if entry.gradient_slice is not None]
-
     # -- params ----------------------------------------------------------------------------------------------------
 
     def attach(self, entries: Sequence[ParamRecord], taker: Taker, syncing: Syncing) -> None:
@@ -137,6 +134,7 @@ class RoundGradients:
         for number, entry in enumerate(entries, len(self.entries)):
             if entry.gradient_slice is not None:
                 entry.gradient_slice.number = number
+                self.slices.append(entry.gradient_slice)
             by_shard.setdefault(entry.shard, []).append(number)
         self.entries += entries
         for shard, of_shard in by_shard.items():
@@ -161,7 +159,7 @@ class RoundGradients:
             if isinstance(entry.grad, Part):
                 entry.outer.grad = None
             entry.gradient_slice = None  # its closures hold the domain: a cycle would outlive the optimizer
-        self.entries, self._totals, self._staged, self._buckets = [], GradientTotals(), {}, {}
+        self.entries, self.slices, self._totals, self._staged, self._buckets = [], [], GradientTotals(), {}, {}
         vars(self).pop("reducer", None)  # and its buffers, however long the closed optimizer is kept
 
     # -- to the reducer --------------------------------------------------------------------------------------------
@@ -253,7 +251,7 @@ class RoundGradients:
             self.domain.early.lose_round()
         for bucket in self._buckets.values():
             bucket.abandon()
-        for gradient_slice in self._slices:  # its sum may hold a part of the lost round
+        for gradient_slice in self.slices:  # its sum may hold a part of the lost round
             gradient_slice.part = None
 
     # -- what every rank knows -------------------------------------------------------------------------------------
@@ -325,11 +323,9 @@ class RoundGradients:
             if bucket.missing:
                 bucket.hand_over()
             bucket.missing = 0
-        for number, (entry, grad) in enumerate(
-            zip(self.entries, map(gradient_in, map(_OUTER, self.entries)), strict=True)
-        ):
-            if grad is None:
-                continue
+        # Nearly always none is left: then Python runs no turn of the loop.
+        for number in compress(count(), map(is_not, map(gradient_in, map(_OUTER, self.entries)), repeat(None))):
+            entry = self.entries[number]
             is_held = shown_slice(entry) is not None
             if is_held:
                 held += (number,)
@@ -380,7 +376,7 @@ class RoundGradients:
 
     def mark_spoilt(self, is_spoilt: bool) -> None:
         """Records whether gradients of any rank's experts hold an Inf or NaN, for the GradScalers of all ranks."""
-        for each in self._slices:
+        for each in self.slices:
             each.is_spoilt_elsewhere = is_spoilt
 
     def show(self, report: Report) -> None:
@@ -391,23 +387,23 @@ class RoundGradients:
             divisor = self.weights.divisor
             two, largest = two / divisor, largest / divisor
         present, held, _ = report.counts
-        numbers = list(compress(range(len(self.entries)), map(or_, present, held)))
-        is_whole = len(numbers) == len(self.entries)  # nearly always
-        shown = self.entries if is_whole else [self.entries[number] for number in numbers]
-        slices: list[GradientSlice] = list(map(_SLICE, shown))
+        is_shown, shown, slices = list(map(or_, present, held)), self.entries, self.slices
+        is_whole, numbers = 0 not in is_shown, list(range(len(shown)))  # nearly always
+        if not is_whole:
+            numbers, shown = list(compress(numbers, is_shown)), list(compress(shown, is_shown))
+            slices = list(compress(slices, is_shown))
         for own in slices:
             own.divisor, own.is_used, own.has_mean = divisor, False, True
             # Every rank has come to this round: an older gradient is read of copies alone.
             own.round, own.edit_count, own.was_read = reducer.rounds, 0, False
             if own.kept:
                 own.drop_kept()
-        # A param that held a sum shows it still.
-        new = slices if not any(held) else [own for own in slices if not held[own.number]]
-        uses = list(map(getrefcount, map(_PART, new)))
+        uses = list(map(getrefcount, map(_PART, slices)))
         try:
-            for own, count in zip(new, uses, strict=True):
-                entry = self.entries[own.number]
-                if entry.outer is entry.param and count == _UNSHARED:  # it can show another gradient
+            for own, entry, used in zip(slices, shown, uses, strict=True):
+                if held[own.number]:  # it shows that sum still
+                    continue
+                if entry.outer is entry.param and used == _UNSHARED:  # the part can show another gradient
                     entry.param.grad = own.part
                 else:
                     entry.show_gradient(GradientPart(own, entry.param))

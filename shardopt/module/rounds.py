@@ -243,9 +243,7 @@ class Rounds:
         for each in self.parts:
             if each.domain.early is not None:
                 each.domain.early.forget()
-        for entry in self.entries:
-            own = entry.gradient_slice
-            if own is not None:
+            for own in each.slices:
                 own.pending, own.unreduced, own.has_mean = None, 0, False
         # Only after a forward that raised. Otherwise another rank may have abandoned the batch that this rank has yet
         # to run: this rank would run it as the attempt after, and ranks would wait for each other (zeroes_late).

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,6 +69,7 @@ class Call(NamedTuple):
 # The result of a step: whether it updated params, and the global 2-norm before clipping, where max_grad_norm asks for
 # it.
 Outcome = tuple[bool, float | None]
+_PARAM = attrgetter("entry.param")
 NOTHING_DONE: Outcome = (False, None)
 
 
@@ -321,7 +323,7 @@ def commit(plan: StepPlan, kept: Plans) -> None:
     _mark_used(plan)
     for history, (_, carried) in plan.advances:
         history.advance(carried)
-    torch.autograd.graph.increment_version([each.entry.param for each in plan.updates])
+    torch.autograd.graph.increment_version(list(map(_PARAM, plan.updates)))
     if not plan.is_replayed or plan.margins:  # else the records say already what an update makes of them
         for each in plan.updates:
             each.entry.note_update(plan.margins.get(each.entry, {}))

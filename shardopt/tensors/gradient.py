@@ -21,7 +21,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, setitem
+from itertools import repeat
+from operator import attrgetter, is_, setitem
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from .norm_table import Norms
 
 aten = torch.ops.aten
-_SLICE = attrgetter("gradient_slice")  # read of many parts at once, in C
+_SLICE, _PART, _PENDING = map(attrgetter, ("gradient_slice", "part", "pending"))  # read of many at once, in C
 
 
 class GradientPart(Part):
@@ -357,8 +358,8 @@ def _accumulate(function: Any, part: GradientPart, other: Any, *, alpha: float =
 def _whole_slices(parts: Sequence[GradientPart]) -> list[GradientSlice]:
     """Returns ``whole_slice()`` of each part: all or none, as an error in the middle would leave some changed."""
     slices = list(map(_SLICE, parts))
-    for part, each in zip(parts, slices, strict=True):
-        if each.part is not part or each.pending is not None:  # an alias, or an error
+    if {*map(is_, map(_PART, slices), parts), *map(is_, map(_PENDING, slices), repeat(None))} != {True}:
+        for part in parts:  # an alias, or an error
             part.whole_slice()
     return slices
 
