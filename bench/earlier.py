@@ -125,6 +125,7 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     with checked_out(args.commit) as folder:
         if args.record:
+            args.record.mkdir(parents=True, exist_ok=True)
             run(folder, "timeline", "--record", str(args.record.resolve() / f"{args.commit}.json"), *rest)
             return
         run(folder, "host", "--device", "null", "--out", str(folder / "out"), *rest)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from ..domain.dtensors import is_dtensor
 from ..domain.param_names import without_wrappers
 from ..errors import BindingError
 from .averaged_params import average, trained_elsewhere
 from .ddp import ignored_by_ddp
+from .running import runs
 from .tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -120,8 +122,12 @@ class Coverage:
 
     def check_in_place(self) -> None:
         """Raises BindingError if a binding would find other tensors in the params' places, or may not write to them."""
-        is_own = all(isinstance(param, nn.Parameter) for param in self.module.parameters())
-        if not is_own or torch._C._functorch.get_interpreter_stack():
+        is_swapped = False
+        if runs(stateless._functional_call):
+            there = {*self.module.parameters(), *_outers(self)}
+            own = {param for group in self._groups() for param in group["params"]}
+            is_swapped = not own <= there or not all(isinstance(each, nn.Parameter) for each in there)
+        if is_swapped or torch._C._functorch.get_interpreter_stack():
             raise BindingError(
                 "call optimizer.bind() on every rank before the first functional_call(), grad() or vmap() of "
                 "torch.func: the first forward binds the module's params, and this one ran with other tensors in their "

@@ -37,6 +37,7 @@ from .arrivals import shown_slice
 from .gradient_report import Report
 from .gradient_weights import GradientWeights
 from .round_gradients import RoundGradients
+from .running import threads_in_backward
 from .syncing import Syncing
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ class Rounds:
         self.main.has_stages = has_stages
         self.parts, self.bound = [self.main], list[RoundGradients]()
         self.syncing, self.is_in_forward = Syncing(), False
-        # A device's gradients come on a thread of its own: then the thread of the last forward stands for it.
-        self._thread, self._is_on_host = 0, True  # the thread that asked for the backward of the last round
+        self._is_on_host = True
+        self._thread = 0  # that runs the backward of the last round, where no device has threads of its own for it
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self._is_fresh = False  # what gradients there are have been zeroed, and none was added
         self.announcer: Announcer | None = None
@@ -182,13 +183,16 @@ class Rounds:
         reducer = self.turn.reducer
         return reducer is not None and reducer.is_open
 
-    def check_thread(self, thread: int) -> None:
-        """Raises ShardoptError if a round is open for a backward of another thread than this one."""
-        if self.is_open and self._thread != thread:
+    def check_thread(self) -> None:
+        """Raises ShardoptError if the round is open for a backward that another thread is in the middle of.
+
+        A round that a failed backward left open belongs to no thread any more.
+        """
+        others = threads_in_backward() - {threading.get_ident()}
+        if self._thread in others if self._is_on_host else others:
             raise ShardoptError(
-                "let one thread at a time run forward and backward of this module (a lock around both), or call "
-                "zero_grad() if that backward failed: another thread is in the middle of a backward, which this call "
-                "would end or mix with its own."
+                "let one thread at a time run forward and backward of this module (a lock around both): another thread "
+                "is in the middle of a backward, which this call would end or mix with its own."
             )
 
     def check_reduced(self) -> None:
@@ -272,7 +276,7 @@ class Rounds:
             with self.closure.raising_together():
                 agree_on("round", world)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        self._thread = threading.get_ident() if self._is_on_host else self.turn.trainer
+        self._thread = threading.get_ident()
         self._begin(divisor or world.size, self.main.stage)
 
     def _begin(self, divisor: int, stage: int | None = None) -> None:
@@ -299,8 +303,8 @@ class Rounds:
             stage: the number of the called module that ran.
         """
         is_open = self.is_open
-        if is_open:
-            self.check_thread(threading.get_ident() if self._is_on_host else self.turn.trainer)
+        if is_open and self._is_on_host and self._thread != threading.get_ident():
+            self.check_thread()
         self.syncing.graph_begins(syncs, is_open)
         if not is_open:
             # The ranks that run out in a join() follow rounds of all buckets.

@@ -37,9 +37,14 @@ def in_backward() -> bool:
 
 def backward_runs() -> bool:
     """True while a backward runs, in any thread: on a GPU autograd has threads of its own, and the caller waits."""
+    return in_backward() or bool(threads_in_backward())
+
+
+def threads_in_backward() -> set[int]:
+    """Returns the threads that called a backward which has not returned."""
     callers = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
-    stacks = sys._current_frames().values()
-    return in_backward() or any(each.f_code in callers for stack in stacks for each in _frames_from(stack))
+    stacks = sys._current_frames().items()
+    return {thread for thread, stack in stacks if any(each.f_code in callers for each in _frames_from(stack))}
 
 
 def roots_of_backward() -> list[torch.Tensor]:
@@ -59,6 +64,11 @@ def runs_a_method(root: nn.Module) -> bool:
             if isinstance(owner, nn.Module) and owner in modules:
                 return True
     return False
+
+
+def runs(function: Callable[..., Any]) -> bool:
+    """True if a call of this function runs on this thread."""
+    return any(frame.f_code is function.__code__ for frame in _frames_from(sys._getframe(1)))
 
 
 def callers_of(method: Callable[..., Any]) -> Iterator[Any]:

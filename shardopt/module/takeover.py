@@ -5,7 +5,6 @@ A module that is wrapped in DistributedDataParallel loses DDP's reducer; see :mo
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -177,11 +176,14 @@ class ModuleTakeover:
             self._before_evaluation()
             return
         self.coverage.check_sizes()
+        rounds, is_open = self.rounds, False
+        if rounds is not None and rounds.is_open:
+            is_open = True
+            rounds.check_thread()  # first: what follows makes this thread the one that trains
         self._bind()
         rounds = self.rounds
         if rounds is not None:
-            if rounds.is_open:
-                rounds.check_thread(threading.get_ident())
+            if is_open and rounds.is_open:
                 rounds.abandon("a new forward began before its backward had ended")
             rounds.is_in_forward = True
             rounds.syncing.forward_begins(self._syncs(called))

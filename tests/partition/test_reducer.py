@@ -701,3 +701,25 @@ def test_a_rank_that_dies_or_stalls(tmp_path: Path) -> None:
             assert found.error == LOST and found.unchanged and "It is rank 2;" in found.message, survivors
     finally:
         pool.close()
+
+
+def two_nans() -> list[int]:
+    """Bits of a param after the step of which each rank has another NaN in its gradient."""
+    param = nn.Parameter(torch.zeros(64))
+    module = nn.Module()
+    module.register_parameter("param", param)
+    module.forward = lambda values: (param * values).sum()
+    options: dict[str, Any] = {"stage": 0, "release_gradients": True, "tuning": Tuning(nonfinite="propagate")}
+    opt = ShardedSGD(module, lr=1.0, **options)
+    bits = 0x7FC00001 if dist.get_rank() == 0 else 0xFFC00002 - (1 << 32)
+    module(torch.full((64,), bits, dtype=torch.int32).view(torch.float32)).backward()
+    opt.step()
+    found: list[int] = param.detach().view(torch.int32).tolist()
+    opt.close()
+    return found
+
+
+def test_ranks_that_sum_all_of_a_bucket_sum_in_one_order(ranks: Pool) -> None:
+    """A sum of two NaNs has the bits of the first: replicas of a param would differ."""
+    one, other = ranks.run(two_nans, world=2)
+    assert one == other

@@ -3,14 +3,17 @@
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn import Parameter
 
 from shardopt import ShardedAdamW, ShardoptError, Tuning
+from shardopt.domain.turn import Turn
 from tests.support.comparing import digest, raw
 from tests.support.training import raises
 
@@ -103,7 +106,7 @@ def test_one_thread_at_a_time_runs_a_module(stage: int) -> None:
     hook.remove()
     try:
         for call in (earlier.backward, lambda: model(inputs)):
-            with raises(ShardoptError, "let one thread at a time", "zero_grad()", "another thread"):
+            with raises(ShardoptError, "let one thread at a time", "another thread"):
                 call()
     finally:
         refused.set()
@@ -113,5 +116,71 @@ def test_one_thread_at_a_time_runs_a_module(stage: int) -> None:
     expected.step()
     with opt.unsharded(), expected.unsharded():
         assert [raw(each) for each in model.parameters()] == [raw(each) for each in alone.parameters()]
+    opt.close()
+    expected.close()
+
+
+def made_for_threads() -> tuple[torch.nn.Module, ShardedAdamW, torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    return model, ShardedAdamW(model, lr=0.01, stage=2, tuning=Tuning(bucket_bytes=64)), torch.ones(2, 8)
+
+
+def test_a_refused_thread_steps_after_the_backward_that_it_met() -> None:
+    """It does not count as the one that trains: its step waits for the other thread's backward, and takes all of it."""
+    (model, opt, inputs), (alone, expected, _) = made_for_threads(), made_for_threads()
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+
+    hook = model[1].register_full_backward_pre_hook(wait)  # type: ignore[index]
+    thread = threading.Thread(target=lambda: model(inputs).square().sum().backward())
+    thread.start()
+    assert begun.wait(60)
+    hook.remove()
+    with raises(ShardoptError, "let one thread at a time"):
+        model(inputs)
+    wait_for_round, waited = Turn._wait_for_round, list[str]()
+
+    def wait_and_let_go(turn: Turn, call: str) -> None:
+        waited.append(call)
+        goes_on.set()
+        wait_for_round(turn, call)
+
+    with patch.object(Turn, "_wait_for_round", wait_and_let_go):
+        opt.step()
+    goes_on.set()
+    thread.join()
+    assert waited == ["step()"]
+    alone(inputs).square().sum().backward()
+    expected.step()
+    assert [raw(each) for each in model.parameters()] == [raw(each) for each in alone.parameters()]
+    opt.close()
+    expected.close()
+
+
+def test_a_failed_backward_of_a_thread_that_ended_keeps_no_other_from_training() -> None:
+    (model, opt, inputs), (alone, expected, _) = made_for_threads(), made_for_threads()
+
+    def fails(*_: object) -> None:
+        raise ArithmeticError
+
+    def backward() -> None:
+        with suppress(ArithmeticError):
+            model(inputs).sum().backward()
+
+    hook = model[1].register_full_backward_pre_hook(fails)  # type: ignore[index]
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    hook.remove()
+    for each, optimizer in ((model, opt), (alone, expected)):
+        loss = each(inputs).square().sum()
+        optimizer.zero_grad()  # after the forward
+        loss.backward()
+        optimizer.step()
+    assert [raw(each) for each in model.parameters()] == [raw(each) for each in alone.parameters()]
     opt.close()
     expected.close()

@@ -62,16 +62,8 @@ class Reduction:
 
     def add_up(self, messages: Sequence[torch.Tensor]) -> None:
         """Sums what every rank sent, by rank, into the target."""
-        first, *others = messages
-        # The first two in one pass, where nothing is rounded in between.
-        is_direct = not self.add and all(each.dtype is torch.float32 for each in (self.target, first))
-        for into, one, *rest in in_chunks(self.target, first, *others):
-            if is_direct and rest:
-                torch.add(one, rest[0], out=into)
-                for each in rest[1:]:
-                    into.add_(each)
-            else:
-                sum_into(into, iter((one, *rest)), self.add)
+        for into, *terms in in_chunks(self.target, *messages):
+            sum_into(into, iter(terms), self.add)
 
 
 class Code(Protocol):
@@ -257,15 +249,18 @@ def accumulate(target: torch.Tensor, term: torch.Tensor, add: bool, factor: floa
 def sum_into(target: torch.Tensor, terms: Iterator[torch.Tensor], add: bool) -> None:
     """``target (+)= terms[0] + terms[1] + ...``, in this order, in fp32, rounded once to the dtype of the target.
 
-    The next term may overwrite a term. The sum is made in memory of its own, unless it replaces an fp32 target, which
-    may then be the first term: callers pass chunks.
+    The sum is made in memory of its own, unless it replaces an fp32 target: callers pass chunks. The next term may
+    overwrite a term, but not a first one in fp32 of a sum that is made in the target. Each of the first two may lie
+    there itself.
     """
     is_direct = target.dtype is torch.float32 and not add
     total = target if is_direct else torch.empty_like(target, dtype=torch.float32)
-    for index, term in enumerate(terms):
-        if index == 0 and term is not total:
-            total.copy_(term)
-        elif index:
-            total.add_(term)
+    found = next(terms)
+    if not is_direct or found.dtype is not torch.float32:
+        found = total.copy_(found)
+    for term in terms:
+        found = torch.add(found, term, out=total)
+    if found is not total:  # the only one
+        total.copy_(found)
     if not is_direct:
         accumulate(target, total, add)

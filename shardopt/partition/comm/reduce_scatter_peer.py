@@ -26,9 +26,6 @@ class PeerReduceScatter(ReduceScatter):
         self._rank, self._board, self._traffic = ranks.rank, board, traffic
         self._members, at = board.members, board.members.index(ranks.rank)
         self._others = [*self._members[at + 1 :], *self._members[:at]]
-        # The order of a sum's terms. The first two change places where the sum then begins with a rank that is read:
-        # the bits are the same.
-        self._terms = [*reversed(self._members[:2]), *self._members[2:]] if at == 0 else list(self._members)
         self._reductions: deque[Reduction] = deque()  # the oldest first, whose buffer may still be read
         self._first = 0  # position of the oldest one
         self._summed = self._published = (
@@ -137,7 +134,7 @@ class PeerReduceScatter(ReduceScatter):
         """Sums elements of all members' buffers, from ``start`` on, into the target."""
         itemsize, own = reduction.buffer.element_size(), reduction.buffer[start : start + target.numel()]
         scratch = self._scratch_of(reduction.buffer.dtype)
-        # The first rank's elements are read to where the sum is made: one pass over the chunk less.
+        # The first elements that are read go where the sum is made: one pass over the chunk less.
         is_in_place = not reduction.add and target.dtype is own.dtype is torch.float32
         for into, mine in in_chunks(target, own):
             theirs = scratch if into.numel() == CHUNK else scratch[: into.numel()]
@@ -145,13 +142,14 @@ class PeerReduceScatter(ReduceScatter):
             def terms(
                 start: int = start, into: torch.Tensor = into, mine: torch.Tensor = mine, theirs: torch.Tensor = theirs
             ) -> Iterator[torch.Tensor]:
-                for index, rank in enumerate(self._terms):
+                place = into if is_in_place else theirs
+                for rank in self._members:
                     if rank == self._rank:
                         yield mine
                     else:
-                        term = into if is_in_place and index == 0 else theirs
-                        self._board.read(rank, addresses[rank] + start * itemsize, term, PHASE)
-                        yield term
+                        self._board.read(rank, addresses[rank] + start * itemsize, place, PHASE)
+                        yield place
+                        place = theirs
 
             sum_into(into, terms(), reduction.add)
             start += into.numel()
