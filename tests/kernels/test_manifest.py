@@ -3,6 +3,8 @@
 ``tests/support/ptx/executed.py`` has the rows; each test that they name checks that it executes what is said of it.
 """
 
+import inspect
+
 from shardopt.kernels import triton_backend
 from tests.kernels import test_margins, test_on_ptx, test_passes
 from tests.support.ptx.executed import EXECUTED, MARGINS, PASSES, PRODUCTS, STEPS, SUMS, jit_functions
@@ -22,4 +24,4 @@ def test_every_kernel_has_a_row() -> None:
     assert jit_functions().keys() == EXECUTED.keys()
     assert set(triton_backend.__all__) == ENTRIES.keys() | EXEMPT.keys()
     for test in {*EXECUTED.values(), *ENTRIES.values()}:
-        assert callable(getattr(FILES.get(test, test_on_ptx), test)), test
+        assert "check_executed(" in inspect.getsource(getattr(FILES.get(test, test_on_ptx), test)), test
