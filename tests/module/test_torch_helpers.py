@@ -147,9 +147,10 @@ def functional_call_first() -> None:
         def called(tensors: dict[str, Any], model: nn.Module = model) -> Any:
             return torch.func.functional_call(model, tensors, (inputs,)).square().sum()
 
-        for use in (called, torch.func.grad(called)):
+        average = {name: nn.Parameter(tensor) for name, tensor in named.items()}
+        for use, tensors in ((called, named), (called, average), (torch.func.grad(called), named)):
             with raises(BindingError, "call optimizer.bind() on every rank before", "torch.func", "Nothing was bound"):
-                use(named)
+                use(tensors)
         opt.bind()
         with opt.unsharded():
             torch.func.grad(called)(named)
@@ -160,6 +161,19 @@ def functional_call_first() -> None:
 def test_functional_call_first(ranks: Pool) -> None:
     for world in (1, 2):
         ranks.run(functional_call_first, world=world)
+
+
+def test_a_frozen_tensor_that_is_no_param_stands_in_nobodys_place() -> None:
+    """Tools that move frozen weights put plain tensors where params were."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    model[0]._parameters["weight"] = model[0].weight.detach()  # type: ignore[assignment]
+    opt = ShardedAdamW(model[1].parameters(), lr=1e-2, stage=2, module=model, tuning=SMALL)
+    before = model[1].weight.detach().clone()
+    model(torch.ones(2, 8)).sum().backward()
+    opt.step()
+    assert not torch.equal(before, model[1].weight)
+    opt.close()
 
 
 def recast_between_steps() -> None:
