@@ -179,8 +179,9 @@ class Arrivals:
             entry.outer.grad = None
         if grad is None:
             raise ShardoptError(
-                "let one thread at a time run forward and backward of this module (a lock around both): the gradient "
-                f"of {entry.name} was taken by a backward of another thread."
+                "remove a hook that sets param.grad to None in backward, or let one thread at a time run forward and "
+                f"backward of this module (a lock around both): the gradient of {entry.name} was gone before it was "
+                "reduced."
             )
         if grad.layout is not torch.strided:
             raise ShardoptError(

@@ -128,7 +128,7 @@ class Rounds:
         self.parts, self.bound = [self.main], list[RoundGradients]()
         self.syncing, self.is_in_forward = Syncing(), False
         self._is_on_host = True
-        self._thread = 0  # that runs the backward of the last round, where no device has threads of its own for it
+        self._thread = 0  # the thread that opened the last round: on a GPU one of autograd's own
         self._lost: str | None = None  # why the gradients are lost; None unless the round is LOST
         self._is_fresh = False  # what gradients there are have been zeroed, and none was added
         self.announcer: Announcer | None = None
@@ -189,7 +189,9 @@ class Rounds:
         A round that a failed backward left open belongs to no thread any more.
         """
         others = threads_in_backward() - {threading.get_ident()}
-        if self._thread in others if self._is_on_host else others:
+        if self._is_on_host:
+            others &= {self._thread}
+        if others:
             raise ShardoptError(
                 "let one thread at a time run forward and backward of this module (a lock around both): another thread "
                 "is in the middle of a backward, which this call would end or mix with its own."
