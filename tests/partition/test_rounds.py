@@ -35,6 +35,7 @@ from tests.module.test_handover import (
     tuning,
     whole,
 )
+from tests.support.comparing import raw
 from tests.support.ranks import Pool
 from tests.support.training import close_to, raises
 
@@ -369,3 +370,15 @@ def test_a_sum_is_added_to_once_it_is_restored() -> None:
     assert all(event in stream.awaited for stream in streams[1:] if stream is not event.stream)
     assert event not in event.stream.awaited
     optimizer.close()
+
+
+def test_a_hook_that_drops_a_gradient_is_told() -> None:
+    """The gradient of a param that fills its bucket is delivered at once, after the script's own hooks."""
+    layer = nn.Linear(32, 32)
+    opt = ShardedSGD(layer, lr=0.1, stage=2, tuning=Tuning(bucket_bytes=64))
+    layer.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    before = raw(layer.weight)
+    with raises(ShardoptError, "remove a hook that sets param.grad to None", "was gone before it was reduced"):
+        layer(torch.ones(1, 32)).sum().backward()
+    assert raw(layer.weight) == before
+    opt.close()
